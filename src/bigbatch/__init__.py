@@ -1,0 +1,110 @@
+"""Train with the batch you want on the memory you have.
+
+The names below are all there is to import; each is loaded when it is first used, because torch takes more than a
+second to import and ``bigbatch --help`` should not wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bigbatch.batch.logical import LogicalBatch
+    from bigbatch.errors import (
+        ArgumentError,
+        BatchError,
+        BigBatchError,
+        BigBatchWarning,
+        BudgetError,
+        DistributedError,
+        GradientError,
+        LossError,
+        MissingExtraError,
+        NonFiniteError,
+        OptionError,
+        RecomputeError,
+        TaskError,
+    )
+    from bigbatch.memory.recompute import apply, recompute
+    from bigbatch.stepping.accumulating import accumulate
+    from bigbatch.stepping.learning_rate import scale_learning_rate, total_steps
+    from bigbatch.stepping.losses import Constant, Ratio, Sum
+    from bigbatch.stepping.step import Step
+    from bigbatch.training.task import Task
+    from bigbatch.values import Plan, StepOptions, StepResult
+
+__version__ = "0.1.0"
+
+_ERRORS = "bigbatch.errors"
+_HOME = {
+    "ArgumentError": _ERRORS,
+    "BatchError": _ERRORS,
+    "BigBatchError": _ERRORS,
+    "BigBatchWarning": _ERRORS,
+    "BudgetError": _ERRORS,
+    "Constant": "bigbatch.stepping.losses",
+    "DistributedError": _ERRORS,
+    "GradientError": _ERRORS,
+    "LogicalBatch": "bigbatch.batch.logical",
+    "LossError": _ERRORS,
+    "MissingExtraError": _ERRORS,
+    "NonFiniteError": _ERRORS,
+    "OptionError": _ERRORS,
+    "Plan": "bigbatch.values",
+    "Ratio": "bigbatch.stepping.losses",
+    "RecomputeError": _ERRORS,
+    "Step": "bigbatch.stepping.step",
+    "StepOptions": "bigbatch.values",
+    "StepResult": "bigbatch.values",
+    "Sum": "bigbatch.stepping.losses",
+    "Task": "bigbatch.training.task",
+    "TaskError": _ERRORS,
+    "accumulate": "bigbatch.stepping.accumulating",
+    "apply": "bigbatch.memory.recompute",
+    "recompute": "bigbatch.memory.recompute",
+    "scale_learning_rate": "bigbatch.stepping.learning_rate",
+    "total_steps": "bigbatch.stepping.learning_rate",
+}
+
+__all__ = [
+    "ArgumentError",
+    "BatchError",
+    "BigBatchError",
+    "BigBatchWarning",
+    "BudgetError",
+    "Constant",
+    "DistributedError",
+    "GradientError",
+    "LogicalBatch",
+    "LossError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "OptionError",
+    "Plan",
+    "Ratio",
+    "RecomputeError",
+    "Step",
+    "StepOptions",
+    "StepResult",
+    "Sum",
+    "Task",
+    "TaskError",
+    "accumulate",
+    "apply",
+    "recompute",
+    "scale_learning_rate",
+    "total_steps",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'bigbatch' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""What a batch is: cut it, weigh it, collate it, move it."""

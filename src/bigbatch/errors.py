@@ -1,0 +1,77 @@
+"""Everything bigbatch raises or warns with.
+
+Each error is ours (``BigBatchError``) and also the builtin that people already catch. A message says what was found
+(with values and paths), what is needed, and what to do; the numbers in it are attributes too.
+"""
+
+from __future__ import annotations
+
+
+class BigBatchError(Exception):
+    """Base of every error that bigbatch raises on purpose."""
+
+
+class ArgumentError(BigBatchError, TypeError):
+    """An argument is of the wrong kind; the message shows the line to write."""
+
+
+class OptionError(BigBatchError, ValueError):
+    """An option has a value that it cannot have, or does not go with another one."""
+
+
+class BatchError(BigBatchError, ValueError):
+    """The batch cannot be cut or weighed; the message names paths and lengths."""
+
+
+class LossError(BigBatchError, ValueError):
+    """The loss function returned something that is not a loss, or weights that do not add up."""
+
+
+class GradientError(BigBatchError, RuntimeError):
+    """Gradients are not in the state that a step needs: left over, or changed during backward."""
+
+
+class NonFiniteError(BigBatchError, FloatingPointError):
+    """A loss or a gradient is NaN or infinite. Nothing was moved.
+
+    Attributes:
+        names: The loss terms and the parameters that are not finite, the loss first.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.names = names
+
+
+class BudgetError(BigBatchError, MemoryError):
+    """Nothing fits in the memory budget.
+
+    Attributes:
+        smallest_bytes: The smallest peak that was found, in bytes.
+        budget_bytes: The budget it was held against, in bytes.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int, budget_bytes: int):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+        self.budget_bytes = budget_bytes
+
+
+class RecomputeError(BigBatchError, RuntimeError):
+    """A module cannot be recomputed in the way that was asked for."""
+
+
+class DistributedError(BigBatchError, RuntimeError):
+    """The process group is in a state that a step cannot run in."""
+
+
+class TaskError(BigBatchError, ValueError):
+    """A task, a task file, or what one of its callables returned cannot be used."""
+
+
+class MissingExtraError(BigBatchError, ImportError):
+    """A package of one of the extras is missing; the message names the extra to install."""
+
+
+class BigBatchWarning(UserWarning):
+    """Something the user set has no effect, or is likely not what was meant."""

@@ -1,0 +1,1 @@
+"""What costs memory: measure it, recompute modules instead of keeping what they saved."""

@@ -1,0 +1,1 @@
+"""Built-in tasks on real data that comes with packages."""

@@ -1,0 +1,1 @@
+"""A run: task, loop, log, evaluation."""

@@ -1,0 +1,238 @@
+"""The values that pass through: what to do (``Plan``), how (``StepOptions``), what happened (``StepResult``).
+
+Frozen, without modules inside, and without torch: reading a plan on a laptop loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from bigbatch.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+Exactness = Literal["exact", "same in distribution", "approximate"]
+BatchNormPolicy = Literal["merge", "frozen", "native"]
+
+
+class _Json:
+    """``to_json`` and ``from_json`` for a frozen dataclass of plain values and 0-d tensors."""
+
+    def to_json(self) -> str:
+        """The value as JSON text. Tensors become numbers, which waits for the device."""
+        return json.dumps(dataclasses.asdict(self, dict_factory=_plain_dict))  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The value that ``to_json`` wrote; lists come back as tuples.
+
+        Raises:
+            OptionError: A field is unknown or missing.
+        """
+        found = json.loads(text)
+        known = {spec.name for spec in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+        if not isinstance(found, dict) or not set(found) <= known:
+            raise OptionError(f"{text[:80]!r} is no {cls.__name__}: its fields are {sorted(known)}.")
+        try:
+            return cls(**{name: _tuples(value) for name, value in found.items()})
+        except TypeError as error:
+            raise OptionError(f"{text[:80]!r} is no {cls.__name__}: {error}.") from error
+
+
+def _plain_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in pairs}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return value.item() if hasattr(value, "item") else value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Plan(_Json):
+    """How a batch is run on the memory there is; made by a search, or by hand.
+
+    Attributes:
+        micro_batch_size: Samples in one forward-backward, at most.
+        accumulation_steps: Micro-batches in a step of the planned batch; None when written by hand.
+        recompute: Modules recomputed in backward, by their names in ``named_modules``. A tuple of names is a group
+            of neighbours recomputed as one segment.
+        accumulation_dtype: Gradients are added up in this dtype, for example ``"float32"``; None is the default
+            of ``StepOptions``.
+        peak_bytes: Expected peak of a steady step, in bytes.
+        step_seconds: Expected time of a step, in seconds.
+        budget_bytes: The budget it was made for, in bytes.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int | None = None
+    recompute: tuple[str | tuple[str, ...], ...] = ()
+    accumulation_dtype: str | None = None
+    peak_bytes: int | None = None
+    step_seconds: float | None = None
+    budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "accumulation_steps"):
+            size = getattr(self, name)
+            if size is not None or name == "micro_batch_size":
+                check_positive(name, size)
+
+
+@dataclass(frozen=True)
+class StepResult(_Json):
+    """What one optimizer step did. Tensors are 0-d and stay on the device until somebody reads them.
+
+    Attributes:
+        loss: The loss of the whole batch, shape ``()``.
+        terms: The terms of the loss by name, each of the whole batch, shape ``()``.
+        weight: What the mean is over: samples, or tokens; shape ``()`` or a number.
+        grad_norm: 2-norm of the gradient before clipping, shape ``()``; None unless clipped or asked for.
+        skipped: Nothing moved: a gradient was not finite.
+        micro_batch_sizes: Samples in each micro-batch, in order.
+        retries: How often the step began again after running out of memory.
+        exactness: How far "equals the big batch" holds: "exact"; "same in distribution" when random numbers were
+            drawn (dropout); "approximate" when layers saw the statistics of a micro-batch (BatchNorm).
+    """
+
+    loss: torch.Tensor | float
+    terms: dict[str, torch.Tensor | float] = field(default_factory=dict)
+    weight: torch.Tensor | float = 1.0
+    grad_norm: torch.Tensor | float | None = None
+    skipped: bool = False
+    micro_batch_sizes: tuple[int, ...] = ()
+    retries: int = 0
+    exactness: Exactness = "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Everything about a step that is not the model, the loss, the optimizer or the plan.
+
+    Attributes:
+        weight: What a mean loss is over: ``"samples"`` (default), ``"tokens"`` (entries that are not -100 in the one
+            leaf named ``labels``), ``"next_tokens"`` (the same in ``labels[:, 1:]``, for models that shift inside),
+            a callable ``weight(micro_batch)``, or a dict of these for each term of a dict loss.
+        max_grad_norm: Scale the gradient down to this 2-norm, over all optimizers together; None: do not.
+        grad_norm: Report the norm even when nothing is clipped.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or the torch dtype: autocast in the forward, not a cast of the
+            parameters; ``"fp16"`` scales the loss. One's own ``GradScaler`` means fp16 with that scaler.
+        scheduler: One or several learning rate schedulers, stepped once per optimizer step.
+        ema: An ``AveragedModel`` or any object with ``update``, updated once per optimizer step.
+        batch_norm: ``"merge"``: one update of the running statistics per step, from the whole batch;
+            ``"frozen"``: layers use their running statistics; ``"native"``: torch's, once per micro-batch.
+        accumulation_dtype: Gradients are added up in this dtype. None: float32 for parameters of 16 bits,
+            the parameter's own for others.
+        zero_missing_gradients: Parameters without a gradient get zeros. An optimizer skips ``None``, but moves a
+            parameter with a zero gradient by its momentum and weight decay.
+        on_non_finite: ``"raise"``: a NaN or infinite loss or gradient is an error (fp16 overflow is skipped);
+            ``"skip"``: the step is dropped, counted and named.
+        max_skipped: Steps that may be dropped in a row, under ``"skip"``, before it is an error.
+        collate: The batch is a list of samples; this makes a micro-batch of some of them.
+        split: ``split(batch, micro_batch_size)`` returns the micro-batches of a batch that we cannot cut.
+        batch_dims: By dotted path: the dimension of the samples, or None for what is shared by all of them.
+    """
+
+    weight: str | Callable[[Any], Any] | Mapping[str, str | Callable[[Any], Any]] | None = None
+    max_grad_norm: float | None = None
+    grad_norm: bool = False
+    precision: Any = "fp32"
+    scheduler: Any = None
+    ema: Any = None
+    batch_norm: BatchNormPolicy = "merge"
+    accumulation_dtype: Any = None
+    zero_missing_gradients: bool = False
+    on_non_finite: Literal["raise", "skip"] = "raise"
+    max_skipped: int = 10
+    collate: Callable[[list[Any]], Any] | None = None
+    split: Callable[[Any, int], Any] | None = None
+    batch_dims: Mapping[str, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("batch_norm", self.batch_norm, ("merge", "frozen", "native"))
+        _check_choice("on_non_finite", self.on_non_finite, ("raise", "skip"))
+        check_positive("max_skipped", self.max_skipped)
+        if self.max_grad_norm is not None and not _is_positive(self.max_grad_norm):
+            raise OptionError(f"max_grad_norm={self.max_grad_norm!r}; it is a number > 0, or None to clip nothing.")
+        for name in ("collate", "split"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise OptionError(f"{name}={getattr(self, name)!r} cannot be called; {name} is a function.")
+        if self.collate is not None and self.split is not None:
+            raise OptionError("collate= and split= were both given; one of them makes the micro-batches: take one.")
+        if self.ema is not None and not (hasattr(self.ema, "update_parameters") or hasattr(self.ema, "update")):
+            raise OptionError(f"ema={type(self.ema).__name__} has neither update_parameters(model) nor update().")
+        check_batch_dims(self.batch_dims)
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> StepOptions:
+        """Options from the keywords of a call.
+
+        Raises:
+            OptionError: A keyword is unknown; the message says what it is called here.
+        """
+        known = [spec.name for spec in dataclasses.fields(cls)]
+        for name in keywords:
+            if name not in known:
+                hint = _PEERS_WORDS.get(name, f"The options are {', '.join(known)}.")
+                raise OptionError(f"There is no option {name!r}. {hint}")
+        return cls(**keywords)
+
+
+_ACCUMULATION = "Give micro_batch_size=, the samples in one forward-backward; the number of them follows from the batch."
+_PEERS_WORDS = {
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "accumulate_grad_batches": _ACCUMULATION,
+    "accumulation_steps": _ACCUMULATION,
+    "per_device_train_batch_size": "Give batch_size=, over all devices, and micro_batch_size=.",
+    "device_train_microbatch_size": "It is called micro_batch_size here.",
+    "microbatch_size": "It is called micro_batch_size here.",
+    "train_batch_size": "It is called batch_size here, and it is the global one.",
+    "clip_grad_norm": "It is called max_grad_norm here.",
+    "gradient_clip_val": "It is called max_grad_norm here.",
+    "gradient_clipping": "It is called max_grad_norm here.",
+    "mixed_precision": 'It is called precision here: "bf16" or "fp16".',
+    "scaler": "Give the GradScaler as precision=.",
+    "lr_scheduler": "It is called scheduler here.",
+    "collate_fn": "It is called collate here.",
+    "gradient_checkpointing": "Recomputed modules are part of a plan: plan=bb.Plan(..., recompute=(names)).",
+    "activation_checkpointing": "Recomputed modules are part of a plan: plan=bb.Plan(..., recompute=(names)).",
+}
+
+
+def check_positive(name: str, size: object) -> None:
+    """Raise ``OptionError`` unless ``size`` is a whole number of at least 1."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise OptionError(f"{name}={size!r}; it is a whole number of at least 1.")
+
+
+def check_batch_dims(batch_dims: object) -> None:
+    """Raise ``OptionError`` unless it maps dotted paths to a dimension or None."""
+    if batch_dims is None:
+        return
+    if not isinstance(batch_dims, Mapping):
+        raise OptionError(
+            f"batch_dims={batch_dims!r}; it maps dotted paths to a dimension, or to None for what is shared by all "
+            f'samples: batch_dims={{"x": 1, "inputs.mask": None}}.'
+        )
+    for path, dim in batch_dims.items():
+        if not isinstance(path, str) or isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
+            raise OptionError(f"batch_dims[{path!r}] is {dim!r}; it is a whole number, or None for a shared value.")
+
+
+def _check_choice(name: str, found: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(found, str) or found not in choices:
+        raise OptionError(f"{name}={found!r}; it is one of {', '.join(map(repr, choices))}.")
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
