@@ -1,0 +1,32 @@
+# On a machine with python3, make and git: `make train` trains a network, `make test` runs the tests.
+# Each makes .venv and installs what it needs there, when that is missing or out of date.
+
+TRAIN = digits --batch-size 512 --memory-budget 64MiB
+
+.PHONY: train test slow benchmark clean
+
+train: .venv/installed-for-train
+	.venv/bin/python -m bigbatch train $(TRAIN)
+
+test: .venv/installed-for-test
+	scripts/check
+	scripts/test
+
+slow: .venv/installed-for-test
+	scripts/test -m slow
+
+benchmark: .venv/installed-for-test
+	.venv/bin/python benchmarks/overhead.py
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/installed-for-train: pyproject.toml constraints.txt scripts/install
+	scripts/install demo,log
+	touch $@
+
+# Tests need all that training needs.
+.venv/installed-for-test: pyproject.toml constraints.txt scripts/install
+	scripts/install test
+	touch $@ .venv/installed-for-train
