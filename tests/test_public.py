@@ -67,7 +67,7 @@ def test_public_methods_are_explained(name):
 
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'bigbatch' has no attribute 'Stepp'"):
-        _ = bb.Stepp  # pyright: ignore[reportAttributeAccessIssue]
+        _ = bb.Stepp
 
 
 @pytest.mark.parametrize("name", [name for name in bb.__all__ if name.endswith("Error")])

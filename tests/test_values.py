@@ -208,7 +208,7 @@ def test_options_that_cannot_be_are_refused_by_name_and_value(options, message):
 def test_options_are_given_by_keyword():
     """Control: an order that nobody remembers would let max_grad_norm be taken for weight."""
     with pytest.raises(TypeError, match="positional argument"):
-        bb.StepOptions("samples")  # pyright: ignore[reportCallIssue]
+        bb.StepOptions("samples")
 
 
 PEERS_WORDS = {
