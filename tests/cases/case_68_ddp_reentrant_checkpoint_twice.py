@@ -1,0 +1,52 @@
+"""A shared block recomputed twice under DDP: reentrant mode marks its parameters ready twice and raises."""
+
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.cases.common import one_process_group, same
+from tests.reference import gradients
+
+
+class Net(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.pre = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.call = call
+
+    def forward(self, x):
+        return self.call(self.b, torch.tanh(self.call(self.b, self.pre(x))))
+
+
+def build(call=lambda block, x: block(x)):
+    torch.manual_seed(53)
+    x = torch.randn(4, 4)
+    torch.manual_seed(1)
+    return dict(model=Net(call), x=x)
+
+
+def reference():
+    case = build()
+    case["model"](case["x"]).square().mean().backward()
+    return gradients(case["model"])
+
+
+def _run(use_reentrant):
+    case = build(lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant))
+    with one_process_group():
+        wrapped = nn.parallel.DistributedDataParallel(case["model"])
+        wrapped(case["x"]).square().mean().backward()
+        return gradients(case["model"])
+
+
+def careful():
+    return _run(False)
+
+
+def naive():
+    return _run(True)
+
+
+def check(result):
+    same(result, reference(), 1e-5)
