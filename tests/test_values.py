@@ -191,7 +191,7 @@ BAD_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", GOOD_OPTIONS, ids=str)
+@pytest.mark.parametrize("options", GOOD_OPTIONS, ids=" ".join)
 def test_options_that_can_be(options):
     found = bb.StepOptions.of(options)
 
@@ -199,7 +199,7 @@ def test_options_that_can_be(options):
     assert {name: getattr(found, name) for name in options} == options
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[" ".join(options) for options, _ in BAD_OPTIONS])
 def test_options_that_cannot_be_are_refused_by_name_and_value(options, message):
     with pytest.raises(bb.OptionError, match=message):
         bb.StepOptions.of(options)
