@@ -1,0 +1,204 @@
+"""Find the samples of a batch and cut them: any nesting of containers, tensors along their dimension of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from bigbatch.batch.structure import children, holds_arrays, is_array, joined, rebuilt
+from bigbatch.errors import BatchError
+
+_NOT_DECLARED = object()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which parts of a batch are cut, and along which dimension.
+
+    Attributes:
+        batch: The batch as it was given.
+        num_samples: Its length.
+        dims: By path, the dimension that is cut; what is not in it is passed on whole.
+    """
+
+    batch: Any
+    num_samples: int
+    dims: dict[str, int]
+
+    def cut(self, start: int, length: int) -> Any:
+        """The samples ``start`` to ``start + length``; tensors are views, containers keep their types."""
+        return self._cut(self.batch, "", start, length)
+
+    def _cut(self, value: Any, path: str, start: int, length: int) -> Any:
+        if path in self.dims:
+            if isinstance(value, torch.Tensor):
+                return value.narrow(self.dims[path], start, length)
+            window = slice(start, start + length)
+            return value[window] if not is_array(value) else value[(slice(None),) * self.dims[path] + (window,)]
+        inside = None if is_array(value) else children(value)
+        if not inside:
+            return value
+        return rebuilt(value, [self._cut(inner, joined(path, name), start, length) for name, inner in inside])
+
+
+def lay_out(batch: Any, batch_dims: Mapping[str, int | None] | None = None) -> Layout:
+    """Find the samples of a batch.
+
+    Every tensor (and NumPy array) with a dimension is cut along dimension 0, or the one that ``batch_dims`` gives
+    for its path; lists without tensors are cut when they are as long as the batch. The rest is passed on.
+
+    Args:
+        batch: Any nesting of Mapping, list, tuple, namedtuple and dataclass.
+        batch_dims: By dotted path (``"inputs.x"``): the dimension of the samples, or None for a value, or all values
+            below that path, that the samples share. A list is made per-sample by 0.
+
+    Raises:
+        BatchError: Lengths disagree, nothing has a length, or something cannot be cut; the message names paths and
+            lengths and the option that decides.
+    """
+    survey = _Survey(dict(batch_dims or {}))
+    try:
+        survey.visit(batch, "")
+    except RecursionError:
+        raise BatchError("The batch contains itself. Give a batch whose nesting ends.") from None
+    survey.check_declared_were_found()
+    num_samples = survey.agreed_length()
+    dims = {path: dim for path, (dim, _) in survey.cut.items()}
+    dims.update(dict.fromkeys((path for path, length in survey.lists.items() if length == num_samples), 0))
+    return Layout(batch, num_samples, dims)
+
+
+class _Survey:
+    """Walks a batch once and notes the lengths of what it meets."""
+
+    def __init__(self, declared: dict[str, int | None]):
+        self.declared = declared
+        self.seen: set[str] = set()
+        self.cut: dict[str, tuple[int, int]] = {}  # path -> (dimension, length), of what must agree
+        self.lists: dict[str, int] = {}  # path -> length, of lists that are cut only when as long as the batch
+
+    def visit(self, value: Any, path: str) -> None:
+        self.seen.add(path)
+        dim = self.declared.get(path, _NOT_DECLARED)
+        if dim is None:
+            return
+        if is_array(value):
+            self._visit_array(value, path, 0 if dim is _NOT_DECLARED else dim)
+        elif dim is not _NOT_DECLARED:
+            self._visit_declared(value, path, dim)
+        elif (inside := children(value)) is not None:
+            for name, inner in inside:
+                self.visit(inner, joined(path, name))
+        elif isinstance(value, list | tuple) and not isinstance(value, PackedSequence):
+            self.lists[path] = len(value)
+        else:
+            _refuse_what_hides_tensors(value, path)
+
+    def _visit_array(self, array: Any, path: str, dim: Any) -> None:
+        if isinstance(array, torch.Tensor) and (array.layout != torch.strided or array.is_nested):
+            kind = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
+            raise BatchError(f"{_shown(path)} is a {kind} tensor, which has no rows to cut. {_SPLIT}")
+        if array.ndim == 0:
+            if path in self.declared:
+                raise BatchError(f"batch_dims[{path!r}] is {dim}, but {_shown(path)} has no dimensions.")
+            return
+        if not -array.ndim <= dim < array.ndim:
+            raise BatchError(
+                f"batch_dims[{path!r}] is {dim}, but {_shown(path)} has shape {tuple(array.shape)}: "
+                f"give a dimension from 0 to {array.ndim - 1}."
+            )
+        self.cut[path] = (dim % array.ndim, array.shape[dim])
+
+    def _visit_declared(self, value: Any, path: str, dim: Any) -> None:
+        if not isinstance(value, list | tuple) or hasattr(value, "_fields") or dim != 0:
+            raise BatchError(
+                f"batch_dims[{path!r}] is {dim}, but {_shown(path)} is a {type(value).__name__}. Name the tensors "
+                f"inside it; only a list can be made per-sample, by 0."
+            )
+        self.cut[path] = (0, len(value))
+
+    def check_declared_were_found(self) -> None:
+        if missing := sorted(set(self.declared) - self.seen):
+            raise BatchError(f"batch_dims names {missing}, but the batch has {sorted(self.seen - {''})}.")
+
+    def agreed_length(self) -> int:
+        lengths = {path: length for path, (_, length) in self.cut.items()} or self.lists
+        if not lengths:
+            raise BatchError(
+                "The batch holds no tensor with a dimension and no list, so it has no samples to cut. "
+                "Put the inputs into a tuple, list, dict or dataclass, or give split=."
+            )
+        if len(set(lengths.values())) > 1:
+            raise BatchError(self._disagreement(lengths))
+        num_samples = next(iter(lengths.values()))
+        if num_samples == 0:
+            raise BatchError(f"The batch is empty: {_named(lengths)} have length 0 in the dimension of the samples.")
+        return num_samples
+
+    def _disagreement(self, lengths: dict[str, int]) -> str:
+        found = ", ".join(
+            f"{_named(path for path, other in lengths.items() if other == length)} has {length}"
+            for length in dict.fromkeys(lengths.values())
+        )
+        first = next(iter(lengths))
+        odd = next(path for path in lengths if lengths[path] != lengths[first])
+        return (
+            f"Every tensor of a batch must have the same length in dimension 0 (the samples), but {found}. "
+            f"Where the samples lie along another dimension, say so with batch_dims={{{odd!r}: 1}}; what all samples "
+            f"share is batch_dims={{{odd!r}: None}}; a list of samples needs collate=."
+        )
+
+
+_SPLIT = "Give split=, a function split(batch, micro_batch_size) that returns the micro-batches, or hand over a LogicalBatch."
+
+
+def _refuse_what_hides_tensors(value: Any, path: str) -> None:
+    hidden = isinstance(value, PackedSequence) or any(
+        holds_arrays(inner) for inner in getattr(value, "__dict__", {}).values()
+    )
+    if hidden and not isinstance(value, torch.nn.Module):
+        raise BatchError(
+            f"{_shown(path)} is a {type(value).__name__} with tensors inside, which cannot be cut here. {_SPLIT} "
+            f"If all samples share it: batch_dims={{{path!r}: None}}."
+        )
+
+
+def _named(paths: Any) -> str:
+    return str([_shown(path) for path in paths])
+
+
+def _shown(path: str) -> str:
+    return path or "batch"
+
+
+def micro_batch_sizes(num_samples: int, micro_batch_size: int, smallest: int = 1) -> list[int]:
+    """Sizes of the micro-batches: full ones and a rest.
+
+    A rest below ``smallest`` is never made: then the cut is as equal as possible, with as many micro-batches.
+
+    >>> micro_batch_sizes(10, 4), micro_batch_sizes(9, 4, smallest=2), micro_batch_sizes(3, 8)
+    ([4, 4, 2], [3, 3, 3], [3])
+
+    Args:
+        num_samples: Samples in the batch.
+        micro_batch_size: Samples in one micro-batch, at most.
+        smallest: Samples in one micro-batch, at least, where that can be had; 2 for BatchNorm, which refuses one
+            value per channel.
+    """
+    full, rest = divmod(num_samples, micro_batch_size)
+    if rest == 0 or full == 0 or rest >= smallest:
+        return [micro_batch_size] * full + [rest] * (rest > 0)
+    size, larger = divmod(num_samples, full + 1)
+    return [size + 1] * larger + [size] * (full + 1 - larger)
+
+
+def spans(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Start and length of each micro-batch."""
+    start = 0
+    for size in sizes:
+        yield start, size
+        start += size

@@ -1,0 +1,179 @@
+"""A logical batch: everything that one optimizer step sees, as weighed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bigbatch.batch.cutting import lay_out, micro_batch_sizes, spans
+from bigbatch.batch.weighing import Weigher, Weights
+from bigbatch.errors import BatchError, LossError
+from bigbatch.values import StepOptions
+
+
+@dataclass(frozen=True)
+class LogicalBatch:
+    """A batch that is already cut: for loaders that cut in their workers, or yield micro-batches.
+
+    Attributes:
+        micro_batches: The micro-batches, in order. A list is weighed before the first forward; an iterator is read
+            as the step goes, so that the first forward does not wait for the last micro-batch.
+        weight: What the mean loss of the whole batch is over: samples, or tokens, as the step's ``weight`` says; a
+            dict when that is one. An iterator needs it unless every term is a ``Ratio`` or a ``Sum``.
+    """
+
+    micro_batches: Iterable[Any]
+    weight: float | Mapping[str, float] | None = None
+
+    @property
+    def total_weights(self) -> Weights | None:
+        """The weight by term, as a ``Weigher`` names them."""
+        if self.weight is None:
+            return None
+        return dict(self.weight) if isinstance(self.weight, Mapping) else {None: self.weight}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch with its weight.
+
+    Attributes:
+        micro_batch: What ``loss_fn`` gets.
+        num_samples: Its length; 0 when only its loss knows.
+        weights: By term of the loss.
+    """
+
+    micro_batch: Any
+    num_samples: int
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The micro-batches of one step, in order.
+
+    Attributes:
+        pieces: Weighed micro-batches; may be read only once.
+        count: How many there are; None when only the end of the iterator tells.
+        totals: Weight of the whole batch by term; None when it is not known before the end.
+    """
+
+    pieces: Iterable[Piece]
+    count: int | None
+    totals: Weights | None
+
+
+def pieces_of(
+    batch: Any, micro_batch_size: int | None, options: StepOptions, weigher: Weigher, smallest: int = 1
+) -> Pieces:
+    """Cut and weigh a batch.
+
+    Args:
+        batch: What a step gets: a batch, a list of samples with ``collate``, or a ``LogicalBatch``.
+        micro_batch_size: Samples in one micro-batch, at most; None: the whole batch at once.
+        options: Of them ``collate``, ``split`` and ``batch_dims``.
+        weigher: The option ``weight``.
+        smallest: See ``micro_batch_sizes``.
+
+    Raises:
+        BatchError: The batch cannot be cut.
+        LossError: A weight is no number, negative or not finite, or they do not add up.
+    """
+    if isinstance(batch, LogicalBatch):
+        return _of_logical(batch, options, weigher)
+    if options.split is not None:
+        return _of_logical(_split(batch, micro_batch_size, options), options, weigher)
+    parts = _collated(batch, micro_batch_size, options, smallest) or _cut(batch, micro_batch_size, options, smallest)
+    weights = weigher.weigh(parts)
+    return Pieces([Piece(*part, w) for part, w in zip(parts, weights, strict=True)], len(parts), _added(weights))
+
+
+def _cut(batch: Any, micro_batch_size: int | None, options: StepOptions, smallest: int) -> list[tuple[Any, int]]:
+    layout = lay_out(batch, options.batch_dims)
+    sizes = micro_batch_sizes(layout.num_samples, micro_batch_size or layout.num_samples, smallest)
+    if len(sizes) == 1:
+        return [(batch, layout.num_samples)]
+    return [(layout.cut(start, length), length) for start, length in spans(sizes)]
+
+
+def _collated(
+    batch: Any, micro_batch_size: int | None, options: StepOptions, smallest: int
+) -> list[tuple[Any, int]] | None:
+    if options.collate is None:
+        return None
+    if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
+        raise BatchError(f"With collate= a batch is a list of samples, but this is a {type(batch).__name__}.")
+    if not batch:
+        raise BatchError("The batch is empty: a list of 0 samples.")
+    sizes = micro_batch_sizes(len(batch), micro_batch_size or len(batch), smallest)
+    return [(options.collate(list(batch[start : start + length])), length) for start, length in spans(sizes)]
+
+
+def _split(batch: Any, micro_batch_size: int | None, options: StepOptions) -> LogicalBatch:
+    if micro_batch_size is None:
+        raise BatchError("split= cuts a batch into micro-batches of micro_batch_size samples; give micro_batch_size=.")
+    found = options.split(batch, micro_batch_size)  # pyright: ignore[reportOptionalCall]
+    if not isinstance(found, LogicalBatch | Iterable) or isinstance(found, str | Mapping):
+        raise BatchError(
+            f"split returned a {type(found).__name__}; it returns a list of micro-batches or a LogicalBatch."
+        )
+    return found if isinstance(found, LogicalBatch) else LogicalBatch(list(found))
+
+
+def _of_logical(batch: LogicalBatch, options: StepOptions, weigher: Weigher) -> Pieces:
+    given = batch.total_weights
+    if given is not None and set(given) != set(weigher.by_term):
+        raise LossError(
+            f"LogicalBatch.weight has {_terms(given)}, but the step's weight has {_terms(weigher.by_term)}."
+        )
+    if not isinstance(batch.micro_batches, Sequence):
+        return Pieces(_weighed_as_they_come(batch, options, weigher), None, given)
+    if not batch.micro_batches:
+        raise BatchError("The batch is empty: a LogicalBatch of 0 micro-batches.")
+    parts = [(micro_batch, _num_samples(micro_batch, options, weigher)) for micro_batch in batch.micro_batches]
+    weights = weigher.weigh(parts)
+    check_adds_up(weights, given)
+    return Pieces([Piece(*part, w) for part, w in zip(parts, weights, strict=True)], len(parts), _added(weights))
+
+
+def _weighed_as_they_come(batch: LogicalBatch, options: StepOptions, weigher: Weigher) -> Iterator[Piece]:
+    so_far: list[Weights] = []
+    for micro_batch in batch.micro_batches:
+        num_samples = _num_samples(micro_batch, options, weigher)
+        so_far += weigher.weigh([(micro_batch, num_samples)])
+        yield Piece(micro_batch, num_samples, so_far[-1])
+    if not so_far:
+        raise BatchError("The batch is empty: a LogicalBatch of 0 micro-batches.")
+    check_adds_up(so_far, batch.total_weights)
+
+
+def _num_samples(micro_batch: Any, options: StepOptions, weigher: Weigher) -> int:
+    try:
+        return lay_out(micro_batch, options.batch_dims).num_samples
+    except BatchError as error:
+        if weigher.counts_samples:
+            raise BatchError(
+                f"The samples of a micro-batch cannot be counted. {error} Or give weight=, a function."
+            ) from error
+        return 0
+
+
+def check_adds_up(weights: Sequence[Weights], totals: Weights | None) -> None:
+    """Raise ``LossError`` unless the weights of the micro-batches add up to the total, term by term."""
+    for term, total in (totals or {}).items():
+        added = sum(weight[term] for weight in weights)
+        if abs(added - total) > 1e-6 * abs(total):
+            of_term = f" for the term {term!r}" if term is not None else ""
+            raise LossError(
+                f"The weights of the micro-batches add up to {added:g}{of_term}, but that of the whole batch is "
+                f"{total:g}. A weight is what the mean is over; it must add up: weight(a) + weight(b) == weight(a and b)."
+            )
+
+
+def _added(weights: Sequence[Weights]) -> Weights:
+    return {term: sum(weight[term] for weight in weights) for term in weights[0]}
+
+
+def _terms(weights: Mapping[Any, Any]) -> str:
+    return "one weight" if None in weights else f"weights for {sorted(weights)}"

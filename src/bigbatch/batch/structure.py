@@ -1,0 +1,84 @@
+"""Containers of a batch: what they hold, by dotted path, and how to make the same container with other contents."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+
+def is_array(value: object) -> bool:
+    """Whether it is a tensor or a NumPy array, the things that have a dimension of samples."""
+    # NumPy is not imported for this: a batch that holds an array has imported it.
+    return isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "ndim"))
+
+
+def children(value: Any) -> list[tuple[str, Any]] | None:
+    """Name and content of each thing that a container holds, or None for a leaf.
+
+    A list or tuple is a container when a tensor is somewhere inside (``DataLoader`` gives ``[x, y]``); otherwise it
+    is a leaf, as a list of N strings is.
+    """
+    if isinstance(value, Mapping):
+        return [(str(key), inner) for key, inner in value.items()]
+    if isinstance(value, PackedSequence):
+        return None
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(value, list | tuple):
+        return [(str(i), inner) for i, inner in enumerate(value)] if holds_arrays(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(spec.name, getattr(value, spec.name)) for spec in dataclasses.fields(value)]
+    return None
+
+
+def holds_arrays(value: Any) -> bool:
+    """Whether a tensor or an array is it, or is somewhere inside."""
+    if is_array(value) or isinstance(value, PackedSequence):
+        return True
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return any(holds_arrays(inner) for inner in value)
+    return any(holds_arrays(inner) for _, inner in children(value) or ())
+
+
+def rebuilt(value: Any, contents: Sequence[Any]) -> Any:
+    """A container of the same type as ``value`` with other ``contents``, in the order of ``children``."""
+    if isinstance(value, Mapping):
+        return _rebuilt_mapping(value, contents)
+    if isinstance(value, tuple):
+        return type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
+    if isinstance(value, list):
+        return type(value)(contents)
+    # Not dataclasses.replace: it calls __init__, which fails on fields with init=False and repeats __post_init__.
+    new = copy.copy(value)
+    for spec, inner in zip(dataclasses.fields(value), contents, strict=True):
+        object.__setattr__(new, spec.name, inner)
+    return new
+
+
+def _rebuilt_mapping(value: Mapping[Any, Any], contents: Sequence[Any]) -> Any:
+    items = dict(zip(value, contents, strict=True))
+    if type(value) is dict:
+        return items
+    if isinstance(value, dict) and not dataclasses.is_dataclass(value):
+        new = copy.copy(value)  # keeps what a subclass carries, such as the factory of a defaultdict
+        new.update(items)
+        return new
+    return type(value)(**items) if dataclasses.is_dataclass(value) else type(value)(items)  # pyright: ignore
+
+
+def mapped(function: Any, value: Any) -> Any:
+    """The same nesting with ``function`` applied to each leaf."""
+    inside = children(value)
+    if inside is None:
+        return function(value)
+    return rebuilt(value, [mapped(function, inner) for _, inner in inside])
+
+
+def joined(path: str, name: str) -> str:
+    """The dotted path of what is called ``name`` inside ``path``."""
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,128 @@
+"""The weight of a micro-batch: what its mean loss was divided by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bigbatch.batch.structure import children, joined
+from bigbatch.errors import BatchError, LossError, OptionError
+
+IGNORED = -100
+"""The label that ``cross_entropy`` and the field leave out of the mean."""
+
+Weights = dict[str | None, float]
+"""Weight of a micro-batch by term of the loss; None is the key of every term that has no weight of its own."""
+
+_Weigh = Callable[[Any, int], Any]
+
+
+class Weigher:
+    """Weighs micro-batches as the option ``weight`` says.
+
+    Args:
+        weight: See ``StepOptions``.
+
+    Raises:
+        OptionError: It is none of the weights there are.
+    """
+
+    def __init__(self, weight: Any):
+        by_term = weight if isinstance(weight, Mapping) else {None: weight}
+        if not by_term:
+            raise OptionError("weight={} names no term; give a weight for each term of the loss.")
+        self.by_term: dict[str | None, _Weigh] = {term: _weigh(term, spec) for term, spec in by_term.items()}
+        self.counts_samples = all(spec in (None, "samples") for spec in by_term.values())
+        self.is_default = weight is None
+        self.has_callable = any(callable(spec) for spec in by_term.values())
+
+    def weigh(self, micro_batches: Sequence[tuple[Any, int]]) -> list[Weights]:
+        """Weights of micro-batches, given with their numbers of samples.
+
+        Raises:
+            LossError: A weight is negative, not finite, or no number.
+            BatchError: ``"tokens"`` finds no leaf named ``labels``, or several.
+        """
+        found = [[weigh(micro_batch, n) for weigh in self.by_term.values()] for micro_batch, n in micro_batches]
+        return [
+            {term: _checked(number, term) for term, number in zip(self.by_term, row, strict=True)}
+            for row in _on_host(found)
+        ]
+
+
+def _weigh(term: str | None, spec: Any) -> _Weigh:
+    if spec is None or spec == "samples":
+        return lambda micro_batch, num_samples: num_samples
+    if spec == "tokens":
+        return lambda micro_batch, num_samples: (labels_of(micro_batch) != IGNORED).sum()
+    if spec == "next_tokens":
+        return lambda micro_batch, num_samples: (labels_of(micro_batch)[:, 1:] != IGNORED).sum()
+    if callable(spec):
+        return lambda micro_batch, num_samples: spec(micro_batch)
+    of_term = f" of the term {term!r}" if term is not None else ""
+    raise OptionError(
+        f'weight{of_term} is {spec!r}; it is "samples", "tokens", "next_tokens", a function weight(micro_batch), or a '
+        f"dict with one of these for each term of the loss."
+    )
+
+
+def _on_host(rows: list[list[Any]]) -> list[list[Any]]:
+    """The same rows with tensors read, all in one go: each separate read would make the host wait for the device."""
+    tensors = [number for row in rows for number in row if isinstance(number, torch.Tensor)]
+    for tensor in tensors:
+        if tensor.numel() != 1:
+            raise LossError(
+                f"weight returned a tensor of shape {tuple(tensor.shape)}; it is one number per micro-batch."
+            )
+    if not tensors:
+        return rows
+    read = iter(torch.stack([tensor.detach().reshape(()).double() for tensor in tensors]).tolist())
+    return [[next(read) if isinstance(number, torch.Tensor) else number for number in row] for row in rows]
+
+
+def _checked(number: Any, term: str | None) -> float:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        if not hasattr(number, "__float__") or isinstance(number, str):
+            raise LossError(f"weight returned {number!r} ({type(number).__name__}); it is one number per micro-batch.")
+        number = float(number)
+    if not math.isfinite(number) or number < 0:
+        of_term = f" for the term {term!r}" if term is not None else ""
+        raise LossError(f"weight returned {number}{of_term}; a weight is finite and not negative.")
+    return number
+
+
+def labels_of(micro_batch: Any) -> torch.Tensor:
+    """The one leaf named ``labels``, shape ``(N, ...)``.
+
+    Raises:
+        BatchError: There is none, or there are several.
+    """
+    found = _labels(micro_batch, "")
+    if len(found) != 1 or not isinstance(next(iter(found.values())), torch.Tensor):
+        raise BatchError(
+            f'weight="tokens" and "next_tokens" count the entries that are not {IGNORED} in the one tensor named '
+            f"'labels', but the batch has {sorted(found) or 'none'}. Name the targets 'labels' in a dict, namedtuple or "
+            f"dataclass, or give a function: weight=lambda micro_batch: (micro_batch[1] != {IGNORED}).sum()."
+        )
+    return next(iter(found.values()))
+
+
+def _labels(value: Any, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, inner in (None if isinstance(value, torch.Tensor) else children(value)) or ():
+        if name == "labels":
+            found[joined(path, name)] = inner
+        else:
+            found.update(_labels(inner, joined(path, name)))
+    return found
+
+
+def has_ignored_labels(micro_batch: Any) -> bool:
+    """Whether the micro-batch has one tensor of labels on the host and some of them are -100."""
+    found = list(_labels(micro_batch, "").values())
+    if len(found) != 1 or not isinstance(found[0], torch.Tensor) or found[0].device.type != "cpu":
+        return False
+    return not found[0].is_floating_point() and bool((found[0] == IGNORED).any())

@@ -1,0 +1,241 @@
+r"""BatchNorm in a step that runs in micro-batches: one update of the running statistics, from the whole batch.
+
+Torch's layer does $r \leftarrow (1 - m)\,r + m\,s$ at each forward, so K micro-batches make K updates. Here the running
+statistics are set to 0 before each forward: what the layer leaves in them is $m\,s_k$, which costs no pass over the
+input. The $s_k$ are merged by Chan's formula (sums of squares lose all digits when the mean is large), and $r$ is updated
+once at the end, as by the big batch. This is exact for layers whose input passes no other train-mode BatchNorm; deeper
+ones see inputs that were normalised by micro-batch, and are off by about 1e-3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from bigbatch.errors import OptionError
+
+_TORCH_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether the layer normalises by the batch it sees, so that its micro-batches are not the big batch."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def _can_be_merged(module: nn.Module) -> bool:
+    if not isinstance(module, _BatchNorm | _InstanceNorm) or type(module).forward not in _TORCH_FORWARDS:
+        return False
+    # With momentum 0 nothing is ever updated; None is a cumulative average, which InstanceNorm takes for 0.
+    moves = module.momentum != 0 and (module.momentum is not None or isinstance(module, _BatchNorm))
+    return moves and module.running_mean is not None and bool(module.track_running_stats)
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Let BatchNorm layers use their running statistics and leave them as they are."""
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
+
+
+@dataclass
+class _Merged:
+    """Statistics of one call of a layer in each forward, over the micro-batches so far."""
+
+    count: float
+    mean: torch.Tensor
+    squares: torch.Tensor  # sum of squared differences from the mean; for InstanceNorm, count times the variance
+
+
+class _Layer:
+    """A layer whose running statistics are merged."""
+
+    def __init__(self, module: Any):
+        self.module = module
+        # A BatchNorm over N samples has one mean, and the means of two micro-batches differ; an InstanceNorm has one for
+        # each sample, and its statistics are the plain average of them.
+        self.pools_samples = isinstance(module, _BatchNorm)
+        self.before = [module.running_mean.clone(), module.running_var.clone()]
+        self.tracked_before = None if module.num_batches_tracked is None else module.num_batches_tracked.clone()
+        self.counts: list[int] = []  # values per channel in each call of the current forward
+        self.merged: list[_Merged] = []
+
+    def clear(self) -> None:
+        with torch.no_grad():
+            self.module.running_mean.zero_()
+            self.module.running_var.zero_()
+            if self.module.num_batches_tracked is not None:
+                self.module.num_batches_tracked.zero_()
+
+    def called(self, x: torch.Tensor) -> None:
+        """Before a call: what an earlier call of the same forward left must be read first."""
+        if self.counts:
+            self.read()
+            self.clear()
+        self.counts.append(_values_per_channel(x) if self.pools_samples else _num_instances(self.module, x))
+
+    def read(self) -> None:
+        """After a call: merge what it left in the running statistics."""
+        call, count = len(self.counts) - 1, self.counts[-1]
+        momentum = self._momentum(1)
+        mean = _widened(self.module.running_mean) / momentum
+        squares = _widened(self.module.running_var) / momentum * (count - 1 if self.pools_samples else count)
+        if call == len(self.merged):
+            self.merged.append(_Merged(count, mean, squares))
+        else:
+            self._merge(self.merged[call], count, mean, squares)
+
+    def _merge(self, into: _Merged, count: int, mean: torch.Tensor, squares: torch.Tensor) -> None:
+        total = into.count + count
+        difference = mean - into.mean
+        into.mean += difference * (count / total)
+        into.squares += squares
+        if self.pools_samples:
+            into.squares += difference.square() * (into.count * count / total)
+        into.count = total
+
+    def _momentum(self, num_tracked: float) -> float:
+        return 1.0 / num_tracked if self.module.momentum is None else self.module.momentum
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            self.module.running_mean.copy_(self.before[0])
+            self.module.running_var.copy_(self.before[1])
+            if self.tracked_before is not None:
+                self.module.num_batches_tracked.copy_(self.tracked_before)
+
+    def commit(self) -> None:
+        self.restore()
+        with torch.no_grad():
+            for merged in self.merged:
+                if self.module.num_batches_tracked is not None and self.pools_samples:
+                    self.module.num_batches_tracked += 1
+                momentum = self.module.momentum
+                if momentum is None:
+                    momentum = 1.0 / float(self.module.num_batches_tracked)
+                variance = merged.squares / max(merged.count - 1 if self.pools_samples else merged.count, 1)
+                self.module.running_mean.lerp_(merged.mean.to(self.module.running_mean.dtype), momentum)
+                self.module.running_var.lerp_(variance.to(self.module.running_var.dtype), momentum)
+
+
+class MergedStatistics:
+    """Running statistics of the logical batch, merged from its micro-batches.
+
+    Use: ``start``, then for each micro-batch ``before_forward`` and ``after_forward``, then ``commit`` or ``restore``.
+
+    Args:
+        model: Whose layers are merged. Layers with momentum 0, and subclasses with a forward of their own, are left
+            to themselves.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._layers: dict[nn.Module, _Layer] = {}
+        self._handles: list[Any] = []
+        self._counts_by_shape: dict[Any, dict[nn.Module, list[int]]] = {}
+        self._compiled = any(_is_compiled(module) for module in model.modules())
+
+    def buffers(self) -> frozenset[int]:
+        """Ids of the buffers that this puts back."""
+        layers = [module for module in self._model.modules() if _can_be_merged(module)]
+        return frozenset(id(tensor) for layer in layers for tensor in layer._buffers.values() if tensor is not None)
+
+    def start(self) -> None:
+        """Begin a step: remember the running statistics and listen to the layers."""
+        self._layers = {module: _Layer(module) for module in self._model.modules() if module.training and _can_be_merged(module)}
+        if not self._compiled:
+            self._listen()
+
+    def _listen(self) -> None:
+        self._handles = [layer.register_forward_pre_hook(self._before_call) for layer in self._layers]
+
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # A call inside backward is a recomputation: it must not count twice (pytorch/pytorch#96136).
+        if torch._C._current_graph_task_id() == -1:
+            self._layers[module].called(args[0])
+
+    def before_forward(self, dry_run: Callable[[], Any], shape_of: Callable[[], Any]) -> None:
+        """Clear what the layers will write.
+
+        Args:
+            dry_run: Runs the forward of the micro-batch without compiled code: hooks are not seen by code that was
+                compiled before them, so the sizes of a compiled model are found by one such run per shape.
+            shape_of: What tells micro-batches apart that give layers other sizes.
+        """
+        for layer in self._layers.values():
+            layer.counts = []
+            layer.clear()
+        if self._compiled and self._layers:
+            self._count_without_compiled_code(dry_run, shape_of())
+
+    def _count_without_compiled_code(self, dry_run: Callable[[], Any], shape: Any) -> None:
+        if shape not in self._counts_by_shape:
+            self._listen()
+            try:
+                with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+                    dry_run()
+            finally:
+                self._stop_listening()
+            self._counts_by_shape[shape] = {module: layer.counts for module, layer in self._layers.items()}
+            for layer in self._layers.values():
+                layer.clear()
+        for module, layer in self._layers.items():
+            layer.counts = list(self._counts_by_shape[shape][module])
+            if len(layer.counts) > 1:
+                raise OptionError(
+                    f"A {type(module).__name__} is called {len(layer.counts)} times in one forward of a compiled model, "
+                    'whose statistics cannot be told apart. Give batch_norm="native" or "frozen", or do not compile it.'
+                )
+
+    def after_forward(self) -> None:
+        """Merge what the layers wrote."""
+        for layer in self._layers.values():
+            if layer.counts:
+                layer.read()
+
+    def commit(self) -> None:
+        """Update the running statistics once for each call of a layer in the forward of the big batch."""
+        self._finish(_Layer.commit)
+
+    def restore(self) -> None:
+        """Put the running statistics back as they were."""
+        self._finish(_Layer.restore)
+
+    def _finish(self, finish: Callable[[_Layer], None]) -> None:
+        self._stop_listening()
+        for layer in self._layers.values():
+            finish(layer)
+        self._layers = {}
+
+    def _stop_listening(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _values_per_channel(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[1]
+
+
+def _num_instances(module: Any, x: torch.Tensor) -> int:
+    return 1 if x.dim() == module._get_no_batch_dim() else x.shape[0]
+
+
+def _widened(statistics: torch.Tensor) -> torch.Tensor:
+    return statistics.to(torch.promote_types(statistics.dtype, torch.float32))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

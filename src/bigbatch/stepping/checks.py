@@ -1,0 +1,141 @@
+"""What can be told about the arguments of a step before anything runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from bigbatch.errors import ArgumentError, DistributedError, GradientError, OptionError
+
+_A_LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+
+
+def check_model(model: Any) -> None:
+    """Raise ``ArgumentError`` unless it is a module."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"model is {_described(model)}; it is one torch.nn.Module. Several go into one: "
+            f"nn.ModuleDict(dict(generator=..., discriminator=...))."
+        )
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise ``ArgumentError`` unless it can be called as ``loss_fn(model, micro_batch)``."""
+    if isinstance(loss_fn, nn.Module) or getattr(loss_fn, "__module__", None) == "torch.nn.functional":
+        name = type(loss_fn).__name__ if isinstance(loss_fn, nn.Module) else f"F.{loss_fn.__name__}"
+        call = f"nn.{name}()" if isinstance(loss_fn, nn.Module) else name
+        raise ArgumentError(
+            f"loss_fn is {call}, which takes predictions and targets; it is a function of the model and a micro-batch. "
+            f"Write: loss_fn=lambda model, batch: {call}(model(batch[0]), batch[1])"
+        )
+    if not callable(loss_fn):
+        raise ArgumentError(f"loss_fn is {_described(loss_fn)}; it is a function of the model and a micro-batch: {_A_LOSS_FN}")
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError as error:
+        raise ArgumentError(
+            f"loss_fn{inspect.signature(loss_fn)} cannot be called with the model and a micro-batch ({error}). "
+            f"For example: {_A_LOSS_FN}"
+        ) from None
+    except ValueError:  # a builtin without a signature: the call will tell
+        pass
+
+
+def optimizers_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of a step as a tuple.
+
+    Raises:
+        ArgumentError: One is no optimizer.
+        OptionError: One needs a closure.
+    """
+    found = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    if not found:
+        raise ArgumentError("optimizer is an empty list; give at least one: torch.optim.AdamW(model.parameters()).")
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            hint = " Call it: AdamW(model.parameters())." if isinstance(one, type) else ""
+            raise ArgumentError(f"optimizer is {_described(one)}; it is a torch.optim.Optimizer, or a list of them.{hint}")
+        if isinstance(one, torch.optim.LBFGS):
+            raise OptionError("LBFGS evaluates the loss several times in one step, which a step here does not do.")
+    seen: dict[int, int] = {}
+    for i, one in enumerate(found):
+        for p in parameters_of((one,)):
+            if seen.setdefault(id(p), i) != i:
+                raise OptionError(f"A parameter of shape {tuple(p.shape)} is in two optimizers; give it to one of them.")
+    return found
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """All parameters of the optimizers, in order."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[LRScheduler, ...]:
+    """The schedulers of a step as a tuple.
+
+    Raises:
+        OptionError: One is no scheduler, needs a metric, or moves another optimizer.
+    """
+    found = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, Sequence) else (scheduler,)
+    for one in found:
+        if isinstance(one, ReduceLROnPlateau):
+            raise OptionError(
+                "ReduceLROnPlateau needs a metric, which a step does not have. Leave it out of the options and call "
+                "scheduler.step(metric) yourself after each evaluation."
+            )
+        if not callable(getattr(one, "step", None)) or isinstance(one, torch.optim.Optimizer | type):
+            raise OptionError(f"scheduler is {_described(one)}; it is a torch.optim.lr_scheduler, or a list of them.")
+        if all(getattr(one, "optimizer", own) is not own for own in optimizers):
+            raise OptionError(
+                f"{type(one).__name__} moves the learning rate of an optimizer that is not one of this step's; "
+                f"make it from the optimizer that Step gets."
+            )
+    return found
+
+
+def check_one_process() -> None:
+    """Raise ``DistributedError`` in a process group of several ranks: gradients would be reduced at each micro-batch."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise DistributedError(
+            f"The process group has {torch.distributed.get_world_size()} ranks, and a step does not reduce over ranks "
+            f"yet. Run one process."
+        )
+
+
+def check_parameters(parameters: Any) -> list[torch.Tensor]:
+    """The ``parameters=`` of ``accumulate`` as a list.
+
+    Raises:
+        ArgumentError: They are no leaf tensors that need a gradient.
+    """
+    if isinstance(parameters, torch.Tensor | nn.Module) or not isinstance(parameters, Iterable):
+        raise ArgumentError(f"parameters is {_described(parameters)}; write parameters=discriminator.parameters().")
+    found = list(parameters)
+    for i, p in enumerate(found):
+        if not isinstance(p, torch.Tensor) or not p.is_leaf:
+            what = "a tensor that was computed" if isinstance(p, torch.Tensor) else _described(p)
+            raise ArgumentError(f"parameters[{i}] is {what}; gradients are added to leaves: discriminator.parameters().")
+    found = [p for p in found if p.requires_grad]
+    if not found:
+        raise ArgumentError("parameters holds nothing that needs a gradient; call requires_grad_() on what is to be trained.")
+    return found
+
+
+def check_no_gradients(named: dict[str, torch.Tensor]) -> None:
+    """Raise ``GradientError`` when a gradient lies there before a step."""
+    found = [name for name, p in named.items() if p.grad is not None]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise GradientError(
+            f".grad of {found[:3]}{more} is set before the step, which would add to it. Call optimizer.zero_grad() first; "
+            f"to add to a gradient on purpose, use bb.accumulate."
+        )
+
+
+def _described(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -1,0 +1,221 @@
+r"""The share of each micro-batch in the loss of the whole batch.
+
+A mean over a micro-batch of weight $w_k$ has the share $w_k / W$, known before its backward. The denominator of a
+``Ratio`` is known only after the last forward: backward is divided by a provisional one, $P$, of about the right size
+(so that fp16 neither overflows nor vanishes), and the gradient is multiplied by $P / W$ at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from bigbatch.batch.logical import Piece, Pieces
+from bigbatch.errors import LossError
+from bigbatch.stepping.losses import Term
+
+Group = str | None
+"""Terms whose gradients need the same correction; None for those that need none."""
+
+Factor = torch.Tensor | float
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Share:
+    """Part of a backward.
+
+    Attributes:
+        group: Which gradients it is added to.
+        value: The term, with its graph; shape ``()``.
+        coefficient: What its gradient is multiplied by.
+    """
+
+    group: Group
+    value: torch.Tensor
+    coefficient: Factor
+
+
+@dataclass
+class _Account:
+    """What was seen of one term, without graphs."""
+
+    values: list[torch.Tensor] = field(default_factory=list)
+    coefficients: list[float] = field(default_factory=list)  # of a mean: its weights; of a sum or constant: 1
+    denominators: list[torch.Tensor] = field(default_factory=list)
+    provisional: Factor = 1.0
+
+
+class Shares:
+    """Divides the loss of one step among its micro-batches, and puts it together again.
+
+    Args:
+        pieces: The micro-batches of the step; of them only how many there are, and their weights.
+    """
+
+    def __init__(self, pieces: Pieces):
+        self._totals = pieces.totals
+        self._single = pieces.count == 1
+        self._num_samples = sum(p.num_samples for p in pieces.pieces) if isinstance(pieces.pieces, list) else 0
+        self._accounts: dict[str, _Account] = {}
+        self._kinds: list[tuple[str, str]] = []
+        self._weights_added: dict[Any, float] = {}
+
+    @property
+    def only_means(self) -> bool:
+        """Whether the loss is known to consist of means, so that a weight of 0 leaves nothing to do."""
+        return bool(self._kinds) and all(kind == "mean" for _, kind in self._kinds)
+
+    @property
+    def has_means(self) -> bool:
+        """Whether some term is a mean, which needs a weight."""
+        return any(kind == "mean" for _, kind in self._kinds)
+
+    def of(self, terms: list[Term], piece: Piece) -> list[Share]:
+        """What of a micro-batch is to be backpropagated, and how much it counts.
+
+        Raises:
+            LossError: The terms are others than before, or one has no weight.
+        """
+        self._check_same_terms(terms)
+        for key, weight in piece.weights.items():
+            self._weights_added[key] = self._weights_added.get(key, 0.0) + weight
+        found = [self._share(term, piece) for term in terms]
+        return [share for share in found if share is not None]
+
+    def _share(self, term: Term, piece: Piece) -> Share | None:
+        account = self._accounts[term.name]
+        if term.value.dtype in _NARROW:
+            # A share such as 1 / 3000 has three digits in float16; backward rounds it after the loss scale is on it.
+            term = replace(term, value=term.value.float())
+        if term.kind == "ratio":
+            return self._ratio_share(account, term, piece)
+        if term.kind == "mean":
+            return self._mean_share(account, term, piece)
+        if term.kind == "constant" and account.values:
+            return None
+        account.values.append(term.value.detach())
+        account.coefficients.append(1.0)
+        return Share(None, term.value, 1.0)
+
+    def _mean_share(self, account: _Account, term: Term, piece: Piece) -> Share | None:
+        key = _weight_key(term, piece)
+        weight = piece.weights[key]
+        if weight == 0:
+            return None  # the mean over nothing is 0 / 0, which must not reach the sum
+        account.values.append(term.value.detach())
+        account.coefficients.append(weight)
+        if self._totals is not None:
+            return Share(None, term.value, weight / self._totals[key])
+        if len(account.values) == 1:
+            account.provisional = weight * self._growth(piece)
+        return Share(term.name, term.value, weight / account.provisional)
+
+    def _ratio_share(self, account: _Account, term: Term, piece: Piece) -> Share:
+        value = term.value.detach()
+        denominator = torch.as_tensor(term.denominator, dtype=_wide(value.dtype), device=value.device)
+        if not account.values:
+            # On the device: the host does not know the denominator, and need not.
+            # Alone, it is final: then 0 must become NaN, as it does in the correction of several.
+            expected = denominator * self._growth(piece)
+            otherwise = torch.nan if self._single else float(max(self._num_samples, 1))
+            account.provisional = torch.where(expected > 0, expected, otherwise)
+        account.values.append(value)
+        account.denominators.append(denominator)
+        return Share(None if self._single else term.name, term.value, 1.0 / account.provisional)
+
+    def _growth(self, piece: Piece) -> float:
+        """How much larger the whole batch is than this micro-batch, as far as that is known."""
+        return self._num_samples / piece.num_samples if self._num_samples and piece.num_samples else 1.0
+
+    def _check_same_terms(self, terms: list[Term]) -> None:
+        kinds = [(term.name, term.kind) for term in terms]
+        if not self._kinds:
+            if len({name for name, _ in kinds}) < len(kinds):
+                raise LossError(f"Two terms of the loss have the same name: {[name for name, _ in kinds]}.")
+            self._kinds = kinds
+            self._accounts = {name: _Account() for name, _ in kinds}
+        elif kinds != self._kinds:
+            raise LossError(
+                f"loss_fn returned the terms {_list(kinds)}, but for an earlier micro-batch {_list(self._kinds)}. "
+                f"Return the same terms each time; a term without samples is Ratio(0 * something, 0)."
+            )
+
+    def corrections(self) -> dict[Group, Factor]:
+        """By group, what its gradient is still to be multiplied by. Groups that need nothing are left out."""
+        found: dict[Group, Factor] = {}
+        for name, kind in self._kinds:
+            account = self._accounts[name]
+            if kind == "ratio" and not self._single:
+                found[name] = account.provisional / _total(account.denominators)
+            elif kind == "mean" and self._totals is None and account.values:
+                found[name] = account.provisional / sum(account.coefficients)
+        return found
+
+    def term_losses(self) -> dict[str, torch.Tensor]:
+        """Each term of the whole batch, shape ``()``."""
+        return {name: self._term_loss(kind, self._accounts[name]) for name, kind in self._kinds}
+
+    def _term_loss(self, kind: str, account: _Account) -> torch.Tensor:
+        if not account.values:
+            return torch.zeros(())
+        values = torch.stack(account.values)
+        values = values.to(_wide(values.dtype))
+        if kind == "ratio":
+            return values.sum() / _total(account.denominators)
+        if kind != "mean":
+            return values.sum()
+        if len(set(account.coefficients)) == 1:
+            return values.mean()
+        total = sum(account.coefficients)
+        return values @ values.new_tensor([weight / total for weight in account.coefficients])
+
+    def micro_batch_losses(self) -> dict[str, torch.Tensor]:
+        """Each term by micro-batch that counted, shape ``(K,)``: to find the one that is not finite."""
+        return {name: torch.stack(account.values) for name, account in self._accounts.items() if account.values}
+
+    def check_denominators(self) -> None:
+        """Raise ``LossError`` if those of a ratio add up to 0 or one is negative. Waits for the device if there are any."""
+        for name, kind in self._kinds:
+            if kind == "ratio" and not bool(torch.isfinite(_total(self._accounts[name].denominators))):
+                found = torch.stack(self._accounts[name].denominators).tolist()
+                raise LossError(
+                    f"The denominators of the term {name!r} are {found[:6]}{' ...' if len(found) > 6 else ''} in the "
+                    f"micro-batches: they are not negative, and add up to more than 0. If nothing in this batch counts (for "
+                    f"example, every token is padding), leave it out."
+                )
+
+    def weight(self) -> Factor:
+        """What the first term is over: samples, tokens, or the denominator of a ratio."""
+        if self._kinds and self._kinds[0][1] == "ratio":
+            return _total(self._accounts[self._kinds[0][0]].denominators)
+        return next(iter((self._totals or self._weights_added).values()), 1.0)
+
+
+def _weight_key(term: Term, piece: Piece) -> str | None:
+    if None in piece.weights:
+        return None
+    if term.name not in piece.weights:
+        raise LossError(
+            f"weight has the terms {sorted(map(str, piece.weights))}, but the loss has a mean named {term.name!r}. "
+            f"Give its weight too, or return it as a Ratio, Sum or Constant."
+        )
+    return term.name
+
+
+def _total(denominators: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of the denominators; NaN when it is 0 or one is negative: the finite check finds that without another read."""
+    stacked = torch.stack(denominators)
+    total = stacked.sum()
+    return torch.where((stacked >= 0).all() & (total > 0), total, torch.nan)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _list(kinds: list[tuple[str, str]]) -> str:
+    return ", ".join(f"{name!r} ({kind})" for name, kind in kinds)

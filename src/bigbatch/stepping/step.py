@@ -1,0 +1,382 @@
+"""One optimizer step of the whole batch: what happens around the gradient, each once and in its order."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.errors import BatchError, GradientError, NonFiniteError, OptionError
+from bigbatch.memory.recompute import apply
+from bigbatch.stepping import sizing
+from bigbatch.stepping.accumulating import Accumulation, Accumulator, OnMicroBatch
+from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
+from bigbatch.stepping.norms import clip, non_finite_names, overflow_free_norm, total_norm
+from bigbatch.stepping.precision import forget_unscaled
+from bigbatch.units import parse_bytes
+from bigbatch.values import Plan, StepOptions, StepResult, check_positive
+
+_log = logging.getLogger("bigbatch")
+_STATE_VERSION = 1
+
+
+class Step:
+    """One optimizer step of a batch, run in micro-batches, that equals the step of the one big batch.
+
+    In this order, once each: forward and backward of every micro-batch, unscale, clip, optimizer, scaler, scheduler,
+    EMA, clear. A step that is skipped moves nothing but the random numbers.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> step = Step(model, lambda m, b: (m(b[0]) - b[1]).square().mean(), optimizer, micro_batch_size=8)
+    >>> step((torch.randn(20, 3), torch.randn(20, 1))).micro_batch_sizes
+    (8, 8, 4)
+
+    Args:
+        model: The model, as one module.
+        loss_fn: Called as ``loss_fn(model, micro_batch)``; see ``accumulate``.
+        optimizer: One, or several for different parameters.
+        plan: What to run: micro-batch size and recomputed modules. Instead of the next three.
+        batch_size: Samples in a step, at most; a larger batch is an error.
+        memory_budget: The micro-batch size is found by measuring at the first batch, such that the peak of a step stays
+            inside this: bytes, or a text such as ``"8GiB"``.
+        micro_batch_size: Samples in one forward-backward; with a ``memory_budget``, the only one that is tried.
+        options: See ``StepOptions``.
+
+    Attributes:
+        micro_batch_size: Samples in one forward-backward; None: the whole batch, or not found yet.
+        plan: The plan that was given or found.
+        num_steps: Optimizer steps done; skipped ones do not count.
+        num_skipped: Steps that were skipped.
+        on_micro_batch: Called before each micro-batch as ``on_micro_batch(k, num_micro_batches)``, for a progress bar.
+        model, optimizers, options: As given.
+
+    Raises:
+        ArgumentError: An argument is of the wrong kind.
+        OptionError: Options do not go together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Any],
+        optimizer: torch.optim.Optimizer | Any,
+        *,
+        plan: Plan | None = None,
+        batch_size: int | None = None,
+        memory_budget: int | str | None = None,
+        micro_batch_size: int | None = None,
+        **options: Any,
+    ):
+        self.options = StepOptions.of(_with_plan(options, plan, memory_budget, micro_batch_size))
+        self._accumulator = Accumulator(model, loss_fn, self.options)
+        self.model = model
+        self.optimizers = optimizers_of(optimizer)
+        self.schedulers = schedulers_of(self.options.scheduler, self.optimizers)
+        for name, size in (("batch_size", batch_size), ("micro_batch_size", micro_batch_size)):
+            if size is not None:
+                check_positive(name, size)
+        self.batch_size = batch_size
+        self.budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
+        self.micro_batch_size = plan.micro_batch_size if plan else micro_batch_size
+        self.plan = plan
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._skipped_in_a_row = 0
+        self._said: set[str] = set()
+        if plan is not None:
+            apply(plan, model)
+
+    @property
+    def on_micro_batch(self) -> OnMicroBatch | None:
+        """Called before each micro-batch with its number, from 1, and how many there are."""
+        return self._accumulator.on_micro_batch
+
+    @on_micro_batch.setter
+    def on_micro_batch(self, listener: OnMicroBatch | None) -> None:
+        self._accumulator.on_micro_batch = listener
+
+    def __call__(self, batch: Any) -> StepResult:
+        """Make one optimizer step of ``batch``.
+
+        Returns:
+            What happened; the loss is that of the whole batch, before the step.
+
+        Raises:
+            BatchError: The batch cannot be cut, is empty, or larger than ``batch_size``.
+            LossError: What ``loss_fn`` returned is no loss, or nothing in the batch counts.
+            GradientError: ``.grad`` is set before the step, or an optimizer runs inside backward.
+            NonFiniteError: A loss or gradient is NaN or infinite, and ``on_non_finite`` does not skip it.
+            BudgetError: At the first batch: not even the smallest micro-batch fits.
+
+        After any of them, model, optimizer and random numbers are as before.
+        """
+        if self.budget_bytes is not None and self.plan is None:
+            self.fit(batch)
+        result = self.attempt(batch, self.micro_batch_size)
+        if result.skipped:
+            self._count_skipped(result)
+        else:
+            self._move_on()
+        self.clear()
+        self._say_once(result)
+        return result
+
+    def attempt(self, batch: Any, micro_batch_size: int | None) -> StepResult:
+        """The step without scheduler, EMA, step number and clearing; gradients are left as the optimizer saw them."""
+        named = self.named_parameters()
+        check_no_gradients(named)
+        done = self._accumulator.run(batch, micro_batch_size, named)
+        try:
+            self._check_size(done)
+            result = self._update(done)
+        except BaseException:
+            self._abandon(done)
+            raise
+        if result.skipped:
+            self._accumulator.abandon(done, random_numbers=False)
+        else:
+            self._accumulator.commit()
+        return result
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters that need a gradient: those of the model, and of the optimizers beside it, such as a temperature."""
+        named: dict[str, torch.Tensor] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        known = {id(p) for p in named.values()}
+        beside = [p for p in parameters_of(self.optimizers) if p.requires_grad and id(p) not in known]
+        named.update({f"optimizer parameter {i}": p for i, p in enumerate(beside)})
+        return named
+
+    def _check_size(self, done: Accumulation) -> None:
+        if self.batch_size is not None and sum(done.sizes) > self.batch_size:
+            raise BatchError(
+                f"The batch has {sum(done.sizes)} samples, but batch_size={self.batch_size}. Hand over smaller batches, or "
+                f"make the Step with that batch_size."
+            )
+
+    def _update(self, done: Accumulation) -> StepResult:
+        """Everything from the gradient to the optimizer."""
+        done.gradients.correct(done.shares.corrections())
+        scaler = self._accumulator.precision.scaler
+        if scaler is not None:
+            self._check_reached()
+            for optimizer in self.optimizers:
+                scaler.unscale_(optimizer)
+        gradients = self._check_reached()
+        norm = total_norm(gradients, self._accumulator.device)
+        result = done.result()
+        norm, finite = self._judge(norm, result, done)
+        asked = self.options.max_grad_norm is not None or self.options.grad_norm
+        if finite:
+            if self.options.max_grad_norm is not None:
+                clip(gradients, norm, self.options.max_grad_norm)
+            del gradients
+            done.gradients.narrow()
+            self._fill_missing()
+            for optimizer in self.optimizers:
+                optimizer.step()
+        if scaler is not None:
+            scaler.update()
+        return replace(result, grad_norm=norm if asked else None, skipped=not finite)
+
+    def _check_reached(self) -> list[torch.Tensor]:
+        """Gradients that the optimizers will see."""
+        found = [p.grad for p in parameters_of(self.optimizers) if p.grad is not None]
+        if not found:
+            raise GradientError(
+                "No parameter of the optimizer got a gradient. Make it from the parameters of the model that Step gets, "
+                "after anything that replaces them: torch.optim.AdamW(model.parameters())."
+            )
+        return found
+
+    def _judge(self, norm: torch.Tensor, result: StepResult, done: Accumulation) -> tuple[torch.Tensor, bool]:
+        """The norm, and whether the step may go on. The one read of the device in a step is here."""
+        scaled = self._accumulator.precision.scaler is not None
+        loss = torch.as_tensor(result.loss).to(norm.device)
+        if math.isfinite(float(norm if scaled else norm + loss)):
+            return norm, True
+        done.shares.check_denominators()
+        names = self._non_finite(done)
+        if not names:  # every entry is finite, but the sum of their squares is not
+            return overflow_free_norm(self._check_reached(), norm.device), True
+        if not scaled and self.options.on_non_finite == "raise":
+            raise NonFiniteError(
+                f"Not finite: {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}. Nothing was "
+                f'moved. Look for a bad sample or a learning rate that is too high; on_non_finite="skip" drops such steps.',
+                tuple(names),
+            )
+        return norm, False
+
+    def _non_finite(self, done: Accumulation) -> list[str]:
+        by_micro_batch = [
+            (f"the term {name!r} of micro-batch {k + 1}", value)
+            for name, values in done.shares.micro_batch_losses().items()
+            for k, value in enumerate(values)
+        ]
+        of_optimizers = {id(p) for p in parameters_of(self.optimizers)}
+        gradients = [
+            (f"the gradient of {name}", p.grad)
+            for name, p in self.named_parameters().items()
+            if p.grad is not None and id(p) in of_optimizers
+        ]
+        return non_finite_names(by_micro_batch) + non_finite_names(gradients)
+
+    def _fill_missing(self) -> None:
+        if self.options.zero_missing_gradients:
+            for p in parameters_of(self.optimizers):
+                if p.grad is None and p.requires_grad:
+                    p.grad = torch.zeros_like(p)
+
+    def _abandon(self, done: Accumulation) -> None:
+        self._accumulator.abandon(done)
+        if self._accumulator.precision.scaler is not None:
+            forget_unscaled(self._accumulator.precision.scaler)
+
+    def _move_on(self) -> None:
+        self.num_steps += 1
+        self._skipped_in_a_row = 0
+        for scheduler in self.schedulers:
+            scheduler.step()
+        if self.options.ema is not None:
+            _update_average(self.options.ema, self.model)
+
+    def clear(self) -> None:
+        """Let go of all gradients."""
+        for p in self.named_parameters().values():
+            p.grad = None
+
+    def _count_skipped(self, result: StepResult) -> None:
+        self.num_skipped += 1
+        self._skipped_in_a_row += 1
+        if self._accumulator.precision.scaler is None and self._skipped_in_a_row > self.options.max_skipped:
+            self.clear()
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} steps in a row were not finite, more than max_skipped={self.options.max_skipped}. "
+                f"Nothing was moved by them. Look at the data and the learning rate."
+            )
+
+    def _say_once(self, result: StepResult) -> None:
+        why = _WHY_NOT_EXACT.get(result.exactness)
+        if why and result.exactness not in self._said:
+            self._said.add(result.exactness)
+            _log.warning("The step is %s: %s", result.exactness, why)
+
+    def fit(self, batch: Any) -> Plan:
+        """Choose the micro-batch size for the memory budget by measuring steps of ``batch``; the state stays as it is.
+
+        Raises:
+            OptionError: The step has no memory budget.
+            BudgetError: Not even the smallest micro-batch fits.
+        """
+        if self.budget_bytes is None:
+            raise OptionError('The step has no memory budget; make it with memory_budget="8GiB".')
+        self.plan = sizing.fit(self, batch, self.budget_bytes)
+        self.micro_batch_size = self.plan.micro_batch_size
+        return self.plan
+
+    def measure(self, batch: Any, micro_batch_size: int | None) -> int:
+        """Peak bytes of a steady step of ``batch``, tried and undone: the state stays as it is, bit for bit.
+
+        On CPU every live tensor storage is counted; on CUDA it is what the allocator says.
+        """
+        return sizing.measure(self, batch, micro_batch_size)
+
+    @property
+    def accumulator(self) -> Accumulator:
+        """What runs the micro-batches."""
+        return self._accumulator
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run needs to go on: step number, loss scale, average and micro-batch size.
+
+        Model, optimizers and schedulers have states of their own.
+        """
+        scaler, ema = self._accumulator.precision.scaler, self.options.ema
+        return {
+            "version": _STATE_VERSION,
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "micro_batch_size": self.micro_batch_size,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "ema": ema.state_dict() if hasattr(ema, "state_dict") else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave.
+
+        Raises:
+            OptionError: It is the state of something else, or of a step with other options. Nothing was loaded.
+        """
+        wanted = self.state_dict()
+        if not isinstance(state, dict) or set(state) != set(wanted) or state["version"] != _STATE_VERSION:
+            found = sorted(state) if isinstance(state, dict) else type(state).__name__
+            raise OptionError(f"This is no state of a Step: found {found}, need {sorted(wanted)}, version {_STATE_VERSION}.")
+        for name in ("scaler", "ema"):
+            if (state[name] is None) != (wanted[name] is None):
+                has, needs = ("no", "a") if state[name] is None else ("a", "no")
+                raise OptionError(f"The state has {has} {name}, but this Step has {needs} {name}; make it with the same options.")
+        if wanted["ema"] is not None:
+            self.options.ema.load_state_dict(state["ema"])
+        if wanted["scaler"] is not None and self._accumulator.precision.scaler is not None:
+            self._accumulator.precision.scaler.load_state_dict(state["scaler"])
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+        if state["plan"] is not None and self.plan is None:
+            self.plan = Plan.from_json(state["plan"])
+        self.micro_batch_size = state["micro_batch_size"]
+
+
+_WHY_NOT_EXACT = {
+    "same in distribution": (
+        "random numbers were drawn in the forward (dropout), in another order than the big batch would draw them. "
+        "Expectation and variance of the gradient are the same."
+    ),
+    "approximate": (
+        "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for all samples. "
+        'Larger micro-batches come closer; GroupNorm or batch_norm="frozen" is exact.'
+    ),
+}
+
+
+def _with_plan(
+    options: dict[str, Any], plan: Plan | None, memory_budget: int | str | None, micro_batch_size: int | None
+) -> dict[str, Any]:
+    """Options with those that the plan holds."""
+    if plan is None:
+        return options
+    if not isinstance(plan, Plan):
+        raise OptionError(f"plan is a {type(plan).__name__}; it is a bb.Plan, for example bb.Plan(micro_batch_size=8).")
+    if memory_budget is not None or micro_batch_size is not None:
+        given = "memory_budget" if memory_budget is not None else "micro_batch_size"
+        raise OptionError(f"plan and {given} were both given; the plan says how much fits. Leave {given} out.")
+    if plan.accumulation_dtype is not None and options.get("accumulation_dtype") is None:
+        return {**options, "accumulation_dtype": plan.accumulation_dtype}
+    return options
+
+
+def _update_average(ema: Any, model: nn.Module) -> None:
+    """Update a moving average: ``update_parameters(model)``, ``update(model)`` or ``update()``, whichever it has."""
+    if hasattr(ema, "update_parameters"):
+        ema.update_parameters(model)
+        return
+    try:
+        takes_model = bool(_required(inspect.signature(ema.update))) or "model" in inspect.signature(ema.update).parameters
+    except ValueError:
+        takes_model = True
+    ema.update(model) if takes_model else ema.update()
+
+
+def _required(signature: inspect.Signature) -> list[str]:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is inspect.Parameter.empty and parameter.kind in positional
+    ]
