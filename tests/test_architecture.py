@@ -1,14 +1,18 @@
-"""Imports go downward only, and files and functions stay short enough to read."""
+"""Imports go downward only and to what is declared, and files and functions stay short enough to read."""
 
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 
@@ -160,6 +164,33 @@ def test_a_late_import_of_torch_is_found():
     assert imports_torch("def f():\n    from torch import nn")
     assert not imports_torch("if TYPE_CHECKING:\n    import torch")
     assert imports_torch("if TYPE_CHECKING:\n    pass\nelse:\n    import torch.nn")
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    """The names of requirements as they are written in ``pyproject.toml``, without versions and extras."""
+    return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+
+
+def third_party_imports() -> dict[str, str]:
+    """Distribution of each foreign package that the source imports, and one module that does."""
+    distribution_of = {"sklearn": "scikit-learn", "yaml": "pyyaml"}
+    found = {}
+    for module, path in MODULES.items():
+        for _, name in imported_modules(path.read_text(), module, is_package=path.name == "__init__.py"):
+            package = name.split(".")[0]
+            if package not in sys.stdlib_module_names | {"bigbatch"}:
+                found[distribution_of.get(package, package)] = module
+    return found
+
+
+def test_what_is_imported_is_declared_and_the_other_way_round():
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    core, extras = distributions(project["dependencies"]), project["optional-dependencies"]
+    optional = set().union(*(distributions(extras[name]) for name in extras if name not in {"test", "dev"}))
+    imported = third_party_imports()
+
+    assert {name: module for name, module in imported.items() if name not in core | optional} == {}
+    assert core - set(imported) == set(), "Installed for everybody, and imported by nothing."
 
 
 @pytest.mark.parametrize("module", MODULES)
