@@ -15,34 +15,44 @@ from bigbatch.errors import BatchError
 _NOT_DECLARED = object()
 
 
+@dataclass
+class _Node:
+    """A value of a batch and what is to be done with it."""
+
+    value: Any
+    path: str
+    dim: int | None = None  # the dimension that is cut
+    inside: list[_Node] | None = None  # of a container with something in it that is cut
+
+    def cut(self, start: int, length: int) -> Any:
+        if self.dim is not None:
+            return _window(self.value, self.dim, start, length)
+        if self.inside is None:
+            return self.value
+        return rebuilt(self.value, [node.cut(start, length) for node in self.inside])
+
+
+def _window(value: Any, dim: int, start: int, length: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.narrow(dim, start, length)
+    return value[(slice(None),) * dim + (slice(start, start + length),)] if dim else value[start : start + length]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which parts of a batch are cut, and along which dimension.
 
     Attributes:
-        batch: The batch as it was given.
-        num_samples: Its length.
-        dims: By path, the dimension that is cut; what is not in it is passed on whole.
+        num_samples: The length of the batch.
+        root: The batch.
     """
 
-    batch: Any
     num_samples: int
-    dims: dict[str, int]
+    root: _Node
 
     def cut(self, start: int, length: int) -> Any:
         """The samples ``start`` to ``start + length``; tensors are views, containers keep their types."""
-        return self._cut(self.batch, "", start, length)
-
-    def _cut(self, value: Any, path: str, start: int, length: int) -> Any:
-        if path in self.dims:
-            if isinstance(value, torch.Tensor):
-                return value.narrow(self.dims[path], start, length)
-            window = slice(start, start + length)
-            return value[window] if not is_array(value) else value[(slice(None),) * self.dims[path] + (window,)]
-        inside = None if is_array(value) else children(value)
-        if not inside:
-            return value
-        return rebuilt(value, [self._cut(inner, joined(path, name), start, length) for name, inner in inside])
+        return self.root.cut(start, length)
 
 
 def lay_out(batch: Any, batch_dims: Mapping[str, int | None] | None = None) -> Layout:
@@ -62,14 +72,22 @@ def lay_out(batch: Any, batch_dims: Mapping[str, int | None] | None = None) -> L
     """
     survey = _Survey(dict(batch_dims or {}))
     try:
-        survey.visit(batch, "")
+        root = survey.visit(batch, "")
     except RecursionError:
         raise BatchError("The batch contains itself. Give a batch whose nesting ends.") from None
     survey.check_declared_were_found()
     num_samples = survey.agreed_length()
-    dims = {path: dim for path, (dim, _) in survey.cut.items()}
-    dims.update(dict.fromkeys((path for path, length in survey.lists.items() if length == num_samples), 0))
-    return Layout(batch, num_samples, dims)
+    survey.decide_lists(num_samples)
+    _prune(root)
+    return Layout(num_samples, root)
+
+
+def _prune(node: _Node) -> bool:
+    """Make a leaf of each container in which nothing is cut, so that it is passed on as it is."""
+    if node.inside is not None:
+        cut = [_prune(inner) for inner in node.inside]  # all of them, so not inside any()
+        node.inside = node.inside if any(cut) else None
+    return node.dim is not None or node.inside is not None
 
 
 class _Survey:
@@ -78,27 +96,34 @@ class _Survey:
     def __init__(self, declared: dict[str, int | None]):
         self.declared = declared
         self.seen: set[str] = set()
-        self.cut: dict[str, tuple[int, int]] = {}  # path -> (dimension, length), of what must agree
-        self.lists: dict[str, int] = {}  # path -> length, of lists that are cut only when as long as the batch
+        self.lengths: dict[str, int] = {}  # by path, of what must agree
+        self.lists: list[_Node] = []  # cut only when they are as long as the batch
 
-    def visit(self, value: Any, path: str) -> None:
+    def visit(self, value: Any, path: str) -> _Node:
+        node = _Node(value, path)
         self.seen.add(path)
         dim = self.declared.get(path, _NOT_DECLARED)
         if dim is None:
-            return
+            return node
         if is_array(value):
-            self._visit_array(value, path, 0 if dim is _NOT_DECLARED else dim)
+            self._visit_array(node, 0 if dim is _NOT_DECLARED else dim)
         elif dim is not _NOT_DECLARED:
-            self._visit_declared(value, path, dim)
+            self._visit_declared(node, dim)
         elif (inside := children(value)) is not None:
-            for name, inner in inside:
-                self.visit(inner, joined(path, name))
+            node.inside = [self.visit(inner, joined(path, name)) for name, inner in inside]
         elif isinstance(value, list | tuple) and not isinstance(value, PackedSequence):
-            self.lists[path] = len(value)
+            self.lists.append(node)
         else:
             _refuse_what_hides_tensors(value, path)
+        return node
 
-    def _visit_array(self, array: Any, path: str, dim: Any) -> None:
+    def decide_lists(self, num_samples: int) -> None:
+        for node in self.lists:
+            if len(node.value) == num_samples:
+                node.dim = 0
+
+    def _visit_array(self, node: _Node, dim: Any) -> None:
+        array, path = node.value, node.path
         if isinstance(array, torch.Tensor) and (array.layout != torch.strided or array.is_nested):
             kind = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
             raise BatchError(f"{_shown(path)} is a {kind} tensor, which has no rows to cut. {_SPLIT}")
@@ -111,22 +136,25 @@ class _Survey:
                 f"batch_dims[{path!r}] is {dim}, but {_shown(path)} has shape {tuple(array.shape)}: "
                 f"give a dimension from 0 to {array.ndim - 1}."
             )
-        self.cut[path] = (dim % array.ndim, array.shape[dim])
+        node.dim = dim % array.ndim
+        self.lengths[path] = array.shape[dim]
 
-    def _visit_declared(self, value: Any, path: str, dim: Any) -> None:
+    def _visit_declared(self, node: _Node, dim: Any) -> None:
+        value, path = node.value, node.path
         if not isinstance(value, list | tuple) or hasattr(value, "_fields") or dim != 0:
             raise BatchError(
                 f"batch_dims[{path!r}] is {dim}, but {_shown(path)} is a {type(value).__name__}. Name the tensors "
                 f"inside it; only a list can be made per-sample, by 0."
             )
-        self.cut[path] = (0, len(value))
+        node.dim = 0
+        self.lengths[path] = len(value)
 
     def check_declared_were_found(self) -> None:
         if missing := sorted(set(self.declared) - self.seen):
             raise BatchError(f"batch_dims names {missing}, but the batch has {sorted(self.seen - {''})}.")
 
     def agreed_length(self) -> int:
-        lengths = {path: length for path, (_, length) in self.cut.items()} or self.lists
+        lengths = self.lengths or {node.path: len(node.value) for node in self.lists}
         if not lengths:
             raise BatchError(
                 "The batch holds no tensor with a dimension and no list, so it has no samples to cut. "
@@ -153,7 +181,7 @@ class _Survey:
         )
 
 
-_SPLIT = "Give split=, a function split(batch, micro_batch_size) that returns the micro-batches, or hand over a LogicalBatch."
+_SPLIT = "Give split=, a function split(batch, micro_batch_size) returning the micro-batches, or pass a LogicalBatch."
 
 
 def _refuse_what_hides_tensors(value: Any, path: str) -> None:

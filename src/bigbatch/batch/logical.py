@@ -31,7 +31,7 @@ class LogicalBatch:
         """The weight by term, as a ``Weigher`` names them."""
         if self.weight is None:
             return None
-        return dict(self.weight) if isinstance(self.weight, Mapping) else {None: self.weight}
+        return {**self.weight} if isinstance(self.weight, Mapping) else {None: self.weight}
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ def check_adds_up(weights: Sequence[Weights], totals: Weights | None) -> None:
             of_term = f" for the term {term!r}" if term is not None else ""
             raise LossError(
                 f"The weights of the micro-batches add up to {added:g}{of_term}, but that of the whole batch is "
-                f"{total:g}. A weight is what the mean is over; it must add up: weight(a) + weight(b) == weight(a and b)."
+                f"{total:g}. A weight is what the mean is over; it must add up: weight(a) + weight(b) == weight(a "
+                "and b)."
             )
 
 

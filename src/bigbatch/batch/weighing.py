@@ -104,8 +104,8 @@ def labels_of(micro_batch: Any) -> torch.Tensor:
     if len(found) != 1 or not isinstance(next(iter(found.values())), torch.Tensor):
         raise BatchError(
             f'weight="tokens" and "next_tokens" count the entries that are not {IGNORED} in the one tensor named '
-            f"'labels', but the batch has {sorted(found) or 'none'}. Name the targets 'labels' in a dict, namedtuple or "
-            f"dataclass, or give a function: weight=lambda micro_batch: (micro_batch[1] != {IGNORED}).sum()."
+            f"'labels', but the batch has {sorted(found) or 'none'}. Name the targets 'labels' in a dict, namedtuple "
+            f"or dataclass, or give a function: weight=lambda micro_batch: (micro_batch[1] != {IGNORED}).sum()."
         )
     return next(iter(found.values()))
 

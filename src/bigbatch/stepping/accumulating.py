@@ -80,6 +80,7 @@ class Accumulator:
         self._statistics = batchnorm.MergedStatistics(model) if options.batch_norm == "merge" else None
         merged = self._statistics.buffers() if self._statistics else frozenset()
         self._undo = Undo(model, left_out=merged)
+        self._batch_norms = batchnorm.layers_of(model)
         self._generators = Generators(self.device)
         self._coefficients = Coefficients()
         self._first = True
@@ -87,9 +88,7 @@ class Accumulator:
     @property
     def sees_batch_statistics(self) -> bool:
         """Whether some layer normalises by the micro-batch it gets."""
-        return self.options.batch_norm != "frozen" and any(
-            batchnorm.uses_batch_statistics(module) for module in self.model.modules()
-        )
+        return self.options.batch_norm != "frozen" and any(map(batchnorm.uses_batch_statistics, self._batch_norms))
 
     @property
     def smallest_micro_batch(self) -> int:
@@ -300,8 +299,8 @@ def named_like(model: nn.Module, parameters: Sequence[torch.Tensor]) -> dict[str
 
 
 _NOTHING_NEEDS_A_GRADIENT = (
-    "The loss does not depend on any parameter that needs a gradient. Something between the parameters and the loss runs "
-    "under torch.no_grad(), calls .detach() or .item(), or all parameters are frozen (requires_grad=False)."
+    "The loss does not depend on any parameter that needs a gradient. Something between the parameters and the loss "
+    "runs under torch.no_grad(), calls .detach() or .item(), or all parameters are frozen (requires_grad=False)."
 )
 
 
@@ -345,7 +344,8 @@ def _say_where(error: Exception, sizes: list[int], count: int | None) -> None:
     place = f"micro-batch {len(sizes)}{f' of {count}' if count else ''}, samples {first} to {first + size - 1}"
     if isinstance(error, ValueError) and "Expected more than 1 value per channel" in str(error):
         raise BatchError(
-            f"A BatchNorm layer got one value per channel, which has no variance ({place}). Give a micro_batch_size of at "
+            f"A BatchNorm layer got one value per channel, which has no variance ({place}). Give a micro_batch_size "
+            "of at "
             f'least 2, or batch_norm="frozen". Torch says: {error}'
         ) from error
     error.add_note(f"In {place}.")

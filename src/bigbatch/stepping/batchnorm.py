@@ -1,10 +1,10 @@
 r"""BatchNorm in a step that runs in micro-batches: one update of the running statistics, from the whole batch.
 
-Torch's layer does $r \leftarrow (1 - m)\,r + m\,s$ at each forward, so K micro-batches make K updates. Here the running
-statistics are set to 0 before each forward: what the layer leaves in them is $m\,s_k$, which costs no pass over the
-input. The $s_k$ are merged by Chan's formula (sums of squares lose all digits when the mean is large), and $r$ is updated
-once at the end, as by the big batch. This is exact for layers whose input passes no other train-mode BatchNorm; deeper
-ones see inputs that were normalised by micro-batch, and are off by about 1e-3.
+Torch's layer does $r \leftarrow (1 - m)\,r + m\,s$ at each forward, so K micro-batches make K updates. Here the
+running statistics are set to 0 before each forward: what the layer leaves in them is $m\,s_k$, which costs no pass
+over the input. The $s_k$ are merged by Chan's formula (sums of squares lose all digits when the mean is large), and $r$
+is updated once at the end, as by the big batch. This is exact for layers whose input passes no other train-mode
+BatchNorm; deeper ones see inputs that were normalised by micro-batch, and are off by about 1e-3.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ from bigbatch.errors import OptionError
 _TORCH_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
 
 
-def uses_batch_statistics(module: nn.Module) -> bool:
+def layers_of(model: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers of a model."""
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def uses_batch_statistics(layer: _BatchNorm) -> bool:
     """Whether the layer normalises by the batch it sees, so that its micro-batches are not the big batch."""
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    return layer.training or layer.running_mean is None
 
 
 def _can_be_merged(module: nn.Module) -> bool:
@@ -40,7 +45,7 @@ def _can_be_merged(module: nn.Module) -> bool:
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Let BatchNorm layers use their running statistics and leave them as they are."""
-    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
+    layers = [layer for layer in layers_of(model) if layer.training and layer.running_mean is not None]
     for layer in layers:
         layer.training = False
     try:
@@ -64,8 +69,8 @@ class _Layer:
 
     def __init__(self, module: Any):
         self.module = module
-        # A BatchNorm over N samples has one mean, and the means of two micro-batches differ; an InstanceNorm has one for
-        # each sample, and its statistics are the plain average of them.
+        # BatchNorm has one mean over all samples, and those of two micro-batches differ; InstanceNorm has one for each
+        # sample, and its statistics are their plain average.
         self.pools_samples = isinstance(module, _BatchNorm)
         self.before = [module.running_mean.clone(), module.running_var.clone()]
         self.tracked_before = None if module.num_batches_tracked is None else module.num_batches_tracked.clone()
@@ -141,7 +146,8 @@ class MergedStatistics:
     """
 
     def __init__(self, model: nn.Module):
-        self._model = model
+        # Walking through all modules takes longer than a small micro-batch, so the ones that matter are kept.
+        self._candidates = [module for module in model.modules() if _can_be_merged(module)]
         self._layers: dict[nn.Module, _Layer] = {}
         self._handles: list[Any] = []
         self._counts_by_shape: dict[Any, dict[nn.Module, list[int]]] = {}
@@ -149,12 +155,12 @@ class MergedStatistics:
 
     def buffers(self) -> frozenset[int]:
         """Ids of the buffers that this puts back."""
-        layers = [module for module in self._model.modules() if _can_be_merged(module)]
-        return frozenset(id(tensor) for layer in layers for tensor in layer._buffers.values() if tensor is not None)
+        tensors = (tensor for layer in self._candidates for tensor in layer._buffers.values())
+        return frozenset(id(tensor) for tensor in tensors if tensor is not None)
 
     def start(self) -> None:
         """Begin a step: remember the running statistics and listen to the layers."""
-        self._layers = {module: _Layer(module) for module in self._model.modules() if module.training and _can_be_merged(module)}
+        self._layers = {module: _Layer(module) for module in self._candidates if module.training}
         if not self._compiled:
             self._listen()
 
@@ -195,7 +201,8 @@ class MergedStatistics:
             layer.counts = list(self._counts_by_shape[shape][module])
             if len(layer.counts) > 1:
                 raise OptionError(
-                    f"A {type(module).__name__} is called {len(layer.counts)} times in one forward of a compiled model, "
+                    f"A {type(module).__name__} is called {len(layer.counts)} times in one forward of a compiled "
+                    "model, "
                     'whose statistics cannot be told apart. Give batch_norm="native" or "frozen", or do not compile it.'
                 )
 

@@ -34,7 +34,9 @@ def check_loss_fn(loss_fn: Any) -> None:
             f"Write: loss_fn=lambda model, batch: {call}(model(batch[0]), batch[1])"
         )
     if not callable(loss_fn):
-        raise ArgumentError(f"loss_fn is {_described(loss_fn)}; it is a function of the model and a micro-batch: {_A_LOSS_FN}")
+        raise ArgumentError(
+            f"loss_fn is {_described(loss_fn)}; it is a function of the model and a micro-batch: {_A_LOSS_FN}"
+        )
     try:
         inspect.signature(loss_fn).bind(None, None)
     except TypeError as error:
@@ -59,14 +61,18 @@ def optimizers_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     for one in found:
         if not isinstance(one, torch.optim.Optimizer):
             hint = " Call it: AdamW(model.parameters())." if isinstance(one, type) else ""
-            raise ArgumentError(f"optimizer is {_described(one)}; it is a torch.optim.Optimizer, or a list of them.{hint}")
+            raise ArgumentError(
+                f"optimizer is {_described(one)}; it is a torch.optim.Optimizer, or a list of them.{hint}"
+            )
         if isinstance(one, torch.optim.LBFGS):
             raise OptionError("LBFGS evaluates the loss several times in one step, which a step here does not do.")
     seen: dict[int, int] = {}
     for i, one in enumerate(found):
         for p in parameters_of((one,)):
             if seen.setdefault(id(p), i) != i:
-                raise OptionError(f"A parameter of shape {tuple(p.shape)} is in two optimizers; give it to one of them.")
+                raise OptionError(
+                    f"A parameter of shape {tuple(p.shape)} is in two optimizers; give it to one of them."
+                )
     return found
 
 
@@ -99,8 +105,12 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def check_one_process() -> None:
-    """Raise ``DistributedError`` in a process group of several ranks: gradients would be reduced at each micro-batch."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    """Raise ``DistributedError`` in a process group of several ranks: each micro-batch would reduce gradients."""
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         raise DistributedError(
             f"The process group has {torch.distributed.get_world_size()} ranks, and a step does not reduce over ranks "
             f"yet. Run one process."
@@ -119,10 +129,14 @@ def check_parameters(parameters: Any) -> list[torch.Tensor]:
     for i, p in enumerate(found):
         if not isinstance(p, torch.Tensor) or not p.is_leaf:
             what = "a tensor that was computed" if isinstance(p, torch.Tensor) else _described(p)
-            raise ArgumentError(f"parameters[{i}] is {what}; gradients are added to leaves: discriminator.parameters().")
+            raise ArgumentError(
+                f"parameters[{i}] is {what}; gradients are added to leaves: discriminator.parameters()."
+            )
     found = [p for p in found if p.requires_grad]
     if not found:
-        raise ArgumentError("parameters holds nothing that needs a gradient; call requires_grad_() on what is to be trained.")
+        raise ArgumentError(
+            "parameters holds nothing that needs a gradient; call requires_grad_() on what is to be trained."
+        )
     return found
 
 
@@ -132,8 +146,8 @@ def check_no_gradients(named: dict[str, torch.Tensor]) -> None:
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise GradientError(
-            f".grad of {found[:3]}{more} is set before the step, which would add to it. Call optimizer.zero_grad() first; "
-            f"to add to a gradient on purpose, use bb.accumulate."
+            f".grad of {found[:3]}{more} is set before the step, which would add to it. Call optimizer.zero_grad() "
+            f"first; to add to a gradient on purpose, use bb.accumulate."
         )
 
 

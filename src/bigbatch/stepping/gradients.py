@@ -171,7 +171,7 @@ def multiply(gradients: Sequence[torch.Tensor], factor: Factor) -> None:
     """Multiply gradients in place by a number, or by a 0-d tensor that may lie on another device."""
     for same_device in by_device(gradients):
         number = factor.to(same_device[0].device) if isinstance(factor, torch.Tensor) else factor
-        torch._foreach_mul_(same_device, number)
+        torch._foreach_mul_(same_device, number)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def by_device(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

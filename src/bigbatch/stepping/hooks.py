@@ -21,9 +21,7 @@ class HookWatch:
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], *, keep_copies: bool):
-        self._watched = {
-            name: p for name, p in named.items() if p._post_accumulate_grad_hooks or p._backward_hooks
-        }  # pyright: ignore[reportAttributeAccessIssue]
+        self._watched = {name: p for name, p in named.items() if p._post_accumulate_grad_hooks or p._backward_hooks}  # pyright: ignore[reportAttributeAccessIssue]
         self._versions = {name: p._version for name, p in self._watched.items()}
         self._copies = {name: p.detach().clone() for name, p in self._watched.items()} if keep_copies else {}
         self._cleared: list[str] = []
@@ -45,8 +43,8 @@ class HookWatch:
             did = f"changed {sorted(changed)}" if changed else f"cleared .grad of {sorted(set(self._cleared))}"
             raise GradientError(
                 f"During backward a gradient hook {did}. An optimizer that runs inside backward steps once per "
-                f"micro-batch, on a part of the gradient. Remove its hooks and give the optimizer to Step, or train with "
-                f"one micro-batch and without bigbatch."
+                "micro-batch, on a part of the gradient. Remove its hooks and give the optimizer to Step, or train "
+                f"with one micro-batch and without bigbatch."
             )
 
     def _has_changed(self, name: str, p: torch.Tensor) -> bool:

@@ -97,8 +97,8 @@ def _term(name: str, value: Any) -> Term:
     if isinstance(value, Constant):
         return Term(name, "constant", _scalar(name, value.term))
     raise LossError(
-        f"loss_fn returned a {type(value).__name__} for the term {name!r}{_looks_like_a_model_output(value)}; return a 0-d "
-        f"tensor (a mean), Ratio(numerator, denominator), Sum(term), Constant(term), or a dict or tuple of these."
+        f"loss_fn returned a {type(value).__name__} for the term {name!r}{_looks_like_a_model_output(value)}; return "
+        f"a 0-d tensor (a mean), Ratio(numerator, denominator), Sum(term), Constant(term), or a dict or tuple of these."
     )
 
 

@@ -8,10 +8,12 @@ import torch
 
 from bigbatch.stepping.gradients import by_device, multiply
 
+foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
 
 def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """2-norm of all gradients together, shape ``()``, on ``device``; at least float32."""
-    norms = [torch.stack(torch._foreach_norm(group)) for group in by_device(gradients)]
+    norms = [torch.stack(foreach_norm(group)) for group in by_device(gradients)]
     if not norms:
         return torch.zeros((), device=device)
     wide = [n.to(device=device, dtype=torch.promote_types(n.dtype, torch.float32)) for n in norms]

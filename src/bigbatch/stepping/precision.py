@@ -18,7 +18,14 @@ _DTYPES: dict[Any, torch.dtype | None] = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
-_PEERS_WORDS = {"bf16-mixed": "bf16", "16-mixed": "fp16", "32-true": "fp32", "no": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16"}
+_PEERS_WORDS = {
+    "bf16-mixed": "bf16",
+    "16-mixed": "fp16",
+    "32-true": "fp32",
+    "no": "fp32",
+    "amp_bf16": "bf16",
+    "amp_fp16": "fp16",
+}
 
 
 class Precision:

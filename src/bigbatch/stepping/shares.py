@@ -178,14 +178,14 @@ class Shares:
         return {name: torch.stack(account.values) for name, account in self._accounts.items() if account.values}
 
     def check_denominators(self) -> None:
-        """Raise ``LossError`` if those of a ratio add up to 0 or one is negative. Waits for the device if there are any."""
+        """Raise ``LossError`` if those of a ratio add up to 0 or one is negative. Waits for the device."""
         for name, kind in self._kinds:
             if kind == "ratio" and not bool(torch.isfinite(_total(self._accounts[name].denominators))):
                 found = torch.stack(self._accounts[name].denominators).tolist()
                 raise LossError(
                     f"The denominators of the term {name!r} are {found[:6]}{' ...' if len(found) > 6 else ''} in the "
-                    f"micro-batches: they are not negative, and add up to more than 0. If nothing in this batch counts (for "
-                    f"example, every token is padding), leave it out."
+                    "micro-batches: they are not negative, and add up to more than 0. If nothing in this batch "
+                    f"counts (for example, every token is padding), leave it out."
                 )
 
     def weight(self) -> Factor:
@@ -207,7 +207,7 @@ def _weight_key(term: Term, piece: Piece) -> str | None:
 
 
 def _total(denominators: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of the denominators; NaN when it is 0 or one is negative: the finite check finds that without another read."""
+    """Sum of the denominators; NaN when it is 0 or one is negative, which the finite check finds in its one read."""
     stacked = torch.stack(denominators)
     total = stacked.sum()
     return torch.where((stacked >= 0).all() & (total > 0), total, torch.nan)

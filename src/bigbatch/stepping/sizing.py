@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
 
 
-def largest_that_fits(
-    candidates: Sequence[int], peak_of: Callable[[int], float], budget_bytes: int
-) -> tuple[int, int]:
-    """The largest candidate whose peak is inside the budget, and that peak. It was itself measured, and so was the next.
+def largest_that_fits(candidates: Sequence[int], peak_of: Callable[[int], float], budget_bytes: int) -> tuple[int, int]:
+    """The largest candidate whose peak is inside the budget, and that peak; it was itself measured, as was the next.
 
     Peaks of two sizes give a line, and the line the next guess; each guess lies strictly between the largest that fits
     and the smallest that does not, so the search ends however wrong the line is.
@@ -41,7 +39,8 @@ def largest_that_fits(
     if peaks[0] > budget_bytes:
         raise BudgetError(
             f"No micro-batch fits in {format_bytes(budget_bytes)}: even {candidates[0]} sample(s) at a time need "
-            f"{_bytes_or_more(peaks[0])}. Raise the budget, recompute modules (plan=bb.Plan(..., recompute=(names))), use "
+            f"{_bytes_or_more(peaks[0])}. Raise the budget, recompute modules (plan=bb.Plan(..., "
+            "recompute=(names))), use "
             f'precision="bf16", or an optimizer with less state.',
             smallest_bytes=-1 if math.isinf(peaks[0]) else int(peaks[0]),
             budget_bytes=budget_bytes,
@@ -122,7 +121,7 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
             materialise_state(step)
             held = [step.model, *step.optimizers, step.options.ema, batch if on_device else cut]
             with count_peak_bytes(device, track=held) as meter:
-                result = step.attempt(cut, micro_batch_size)
+                result = step.attempt(cut, micro_batch_size, step.named_parameters())
                 if result.skipped:  # the optimizer did not run, but its temporaries belong to a steady step
                     materialise_state(step)
     finally:
@@ -139,5 +138,3 @@ def _first_two_micro_batches(step: Step, batch: Any, micro_batch_size: int | Non
     layout = lay_out(batch, step.options.batch_dims)
     cut = layout.cut(0, min(2 * micro_batch_size, layout.num_samples))
     return cut, True
-
-

@@ -120,18 +120,26 @@ class Step:
         """
         if self.budget_bytes is not None and self.plan is None:
             self.fit(batch)
-        result = self.attempt(batch, self.micro_batch_size)
-        if result.skipped:
-            self._count_skipped(result)
-        else:
-            self._move_on()
-        self.clear()
+        named = self.named_parameters()
+        result = self.attempt(batch, self.micro_batch_size, named)
+        try:
+            if result.skipped:
+                self._count_skipped()
+            else:
+                self._move_on()
+        finally:
+            _clear(named)
         self._say_once(result)
         return result
 
-    def attempt(self, batch: Any, micro_batch_size: int | None) -> StepResult:
-        """The step without scheduler, EMA, step number and clearing; gradients are left as the optimizer saw them."""
-        named = self.named_parameters()
+    def attempt(self, batch: Any, micro_batch_size: int | None, named: dict[str, torch.Tensor]) -> StepResult:
+        """The step without scheduler, EMA, step number and clearing; gradients are left as the optimizer saw them.
+
+        Args:
+            batch: What a step gets.
+            micro_batch_size: Samples in one forward-backward, at most.
+            named: What ``named_parameters`` gives.
+        """
         check_no_gradients(named)
         done = self._accumulator.run(batch, micro_batch_size, named)
         try:
@@ -147,7 +155,7 @@ class Step:
         return result
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters that need a gradient: those of the model, and of the optimizers beside it, such as a temperature."""
+        """Parameters that need a gradient: of the model, and of the optimizers beside it, such as a temperature."""
         named: dict[str, torch.Tensor] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         known = {id(p) for p in named.values()}
         beside = [p for p in parameters_of(self.optimizers) if p.requires_grad and id(p) not in known]
@@ -157,8 +165,8 @@ class Step:
     def _check_size(self, done: Accumulation) -> None:
         if self.batch_size is not None and sum(done.sizes) > self.batch_size:
             raise BatchError(
-                f"The batch has {sum(done.sizes)} samples, but batch_size={self.batch_size}. Hand over smaller batches, or "
-                f"make the Step with that batch_size."
+                f"The batch has {sum(done.sizes)} samples, but batch_size={self.batch_size}. Hand over smaller "
+                f"batches, or make the Step with that batch_size."
             )
 
     def _update(self, done: Accumulation) -> StepResult:
@@ -191,8 +199,8 @@ class Step:
         found = [p.grad for p in parameters_of(self.optimizers) if p.grad is not None]
         if not found:
             raise GradientError(
-                "No parameter of the optimizer got a gradient. Make it from the parameters of the model that Step gets, "
-                "after anything that replaces them: torch.optim.AdamW(model.parameters())."
+                "No parameter of the optimizer got a gradient. Make it from the parameters of the model that Step "
+                "gets, after anything that replaces them: torch.optim.AdamW(model.parameters())."
             )
         return found
 
@@ -208,8 +216,10 @@ class Step:
             return overflow_free_norm(self._check_reached(), norm.device), True
         if not scaled and self.options.on_non_finite == "raise":
             raise NonFiniteError(
-                f"Not finite: {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}. Nothing was "
-                f'moved. Look for a bad sample or a learning rate that is too high; on_non_finite="skip" drops such steps.',
+                f"Not finite: {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}. "
+                "Nothing was "
+                'moved. Look for a bad sample or a learning rate that is too high; on_non_finite="skip" drops such '
+                "steps.",
                 tuple(names),
             )
         return norm, False
@@ -249,17 +259,16 @@ class Step:
 
     def clear(self) -> None:
         """Let go of all gradients."""
-        for p in self.named_parameters().values():
-            p.grad = None
+        _clear(self.named_parameters())
 
-    def _count_skipped(self, result: StepResult) -> None:
+    def _count_skipped(self) -> None:
         self.num_skipped += 1
         self._skipped_in_a_row += 1
         if self._accumulator.precision.scaler is None and self._skipped_in_a_row > self.options.max_skipped:
-            self.clear()
             raise NonFiniteError(
-                f"{self._skipped_in_a_row} steps in a row were not finite, more than max_skipped={self.options.max_skipped}. "
-                f"Nothing was moved by them. Look at the data and the learning rate."
+                f"{self._skipped_in_a_row} steps in a row were not finite, more than "
+                f"max_skipped={self.options.max_skipped}. Nothing was moved by them. Look at the data and the "
+                "learning rate."
             )
 
     def _say_once(self, result: StepResult) -> None:
@@ -318,11 +327,15 @@ class Step:
         wanted = self.state_dict()
         if not isinstance(state, dict) or set(state) != set(wanted) or state["version"] != _STATE_VERSION:
             found = sorted(state) if isinstance(state, dict) else type(state).__name__
-            raise OptionError(f"This is no state of a Step: found {found}, need {sorted(wanted)}, version {_STATE_VERSION}.")
+            raise OptionError(
+                f"This is no state of a Step: found {found}, need {sorted(wanted)}, version {_STATE_VERSION}."
+            )
         for name in ("scaler", "ema"):
             if (state[name] is None) != (wanted[name] is None):
                 has, needs = ("no", "a") if state[name] is None else ("a", "no")
-                raise OptionError(f"The state has {has} {name}, but this Step has {needs} {name}; make it with the same options.")
+                raise OptionError(
+                    f"The state has {has} {name}, but this Step has {needs} {name}; make it with the same options."
+                )
         if wanted["ema"] is not None:
             self.options.ema.load_state_dict(state["ema"])
         if wanted["scaler"] is not None and self._accumulator.precision.scaler is not None:
@@ -339,7 +352,8 @@ _WHY_NOT_EXACT = {
         "Expectation and variance of the gradient are the same."
     ),
     "approximate": (
-        "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for all samples. "
+        "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for all "
+        "samples. "
         'Larger micro-batches come closer; GroupNorm or batch_norm="frozen" is exact.'
     ),
 }
@@ -361,13 +375,20 @@ def _with_plan(
     return options
 
 
+def _clear(named: dict[str, torch.Tensor]) -> None:
+    for p in named.values():
+        p.grad = None
+
+
 def _update_average(ema: Any, model: nn.Module) -> None:
     """Update a moving average: ``update_parameters(model)``, ``update(model)`` or ``update()``, whichever it has."""
     if hasattr(ema, "update_parameters"):
         ema.update_parameters(model)
         return
     try:
-        takes_model = bool(_required(inspect.signature(ema.update))) or "model" in inspect.signature(ema.update).parameters
+        takes_model = (
+            bool(_required(inspect.signature(ema.update))) or "model" in inspect.signature(ema.update).parameters
+        )
     except ValueError:
         takes_model = True
     ema.update(model) if takes_model else ema.update()
