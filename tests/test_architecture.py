@@ -179,7 +179,7 @@ def third_party_imports() -> dict[str, str]:
         for _, name in imported_modules(path.read_text(), module, is_package=path.name == "__init__.py"):
             package = name.split(".")[0]
             if package not in sys.stdlib_module_names | {"bigbatch"}:
-                found[distribution_of.get(package, package)] = module
+                found[distribution_of.get(package, package).replace("_", "-")] = module
     return found
 
 

@@ -10,16 +10,8 @@ import pytest
 
 MAX_SECONDS = 0.2
 IMPORT = "import bigbatch"
-HELP = """
-import sys
-sys.argv = ["bigbatch", "--help"]
-from bigbatch.cli.main import main
-try:
-    main()
-except SystemExit as done:
-    assert not done.code, done.code
-"""
-TRAIN_HELP = HELP.replace('"--help"', '"train", "--help"')
+HELP = "from bigbatch.cli.main import main; assert main(['--help']) == 0"
+TRAIN_HELP = HELP.replace("'--help'", "'train', '--help'")
 TORCH = "import torch"
 
 
