@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigbatch.batch.cutting import lay_out, micro_batch_sizes, spans
 from bigbatch.batch.weighing import Weigher, Weights
@@ -34,8 +34,7 @@ class LogicalBatch:
         return {**self.weight} if isinstance(self.weight, Mapping) else {None: self.weight}
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One micro-batch with its weight.
 
     Attributes:

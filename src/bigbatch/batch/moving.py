@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def on_device(pieces: Iterable[Piece], device: torch.device | None) -> Iterator[
 def _one_ahead(pieces: Iterable[Piece], mover: _Mover) -> Iterator[Piece]:
     ready: Piece | None = None
     for piece in pieces:
-        following = replace(piece, micro_batch=mover.send(piece.micro_batch))
+        following = piece._replace(micro_batch=mover.send(piece.micro_batch))
         if ready is not None:
             yield ready
         mover.wait_for(following.micro_batch)

@@ -90,10 +90,11 @@ class Gradients:
             shares: At least one.
             scale: Multiplies by the loss scale of fp16.
         """
-        groups = list(dict.fromkeys(share.group for share in shares))
-        for i, group in enumerate(groups):
+        groups = list(dict.fromkeys([share.group for share in shares]))
+        for group in groups:
             self._switch_to(group)
-            self._run([share for share in shares if share.group == group], scale, retain_graph=i < len(groups) - 1)
+            mine = shares if len(groups) == 1 else [share for share in shares if share.group == group]
+            self._run(mine, scale, retain_graph=group != groups[-1])
 
     def _run(self, shares: list[Share], scale: Callable[..., torch.Tensor] | None, retain_graph: bool) -> None:
         # The coefficient is what backward starts from: (loss * share).backward() would add a node to the graph and

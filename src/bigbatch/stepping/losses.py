@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -51,8 +51,7 @@ class Constant:
     term: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """One term of a loss.
 
     Attributes:

@@ -7,8 +7,8 @@ A mean over a micro-batch of weight $w_k$ has the share $w_k / W$, known before 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ Factor = torch.Tensor | float
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-@dataclass
-class Share:
+class Share(NamedTuple):
     """Part of a backward.
 
     Attributes:
@@ -90,7 +89,7 @@ class Shares:
         account = self._accounts[term.name]
         if term.value.dtype in _NARROW:
             # A share such as 1 / 3000 has three digits in float16; backward rounds it after the loss scale is on it.
-            term = replace(term, value=term.value.float())
+            term = term._replace(value=term.value.float())
         if term.kind == "ratio":
             return self._ratio_share(account, term, piece)
         if term.kind == "mean":
