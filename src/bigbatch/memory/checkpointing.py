@@ -1,0 +1,102 @@
+"""Run a function now, keep only what it was given, and run it again when backward needs what it saved."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch.memory.arguments import Arguments
+from bigbatch.memory.buffers import no_other_changes, statistics_set_aside
+
+
+def run_recomputed(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    modules: Sequence[nn.Module] | None = None,
+) -> Any:
+    """Return ``function(*args, **kwargs)``; what it saves for backward is dropped and computed again there.
+
+    This is ``torch.utils.checkpoint`` (non-reentrant), which restores random numbers and autocast for the second run.
+    Added to it: the second run sees lists and dicts as they were before the first one, random numbers of every device
+    that a tensor argument lies on are restored (also those given by name), and running statistics are updated once.
+
+    Without grad mode there is no backward and it is a plain call.
+
+    Args:
+        modules: All modules that ``function`` runs; None: not known.
+
+    Raises:
+        RecomputeError: One of the modules changes a buffer in a way that a second run would repeat.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(_run_or_trace, [], function, tuple(args), dict(kwargs), use_reentrant=False)
+    call = _Call(function, args, kwargs, modules)
+    tensors, call.arguments.tensors = call.arguments.tensors, []
+    return checkpoint(call, *tensors, use_reentrant=False)
+
+
+def _run_or_trace(state: list[_Call], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What runs in the place of ``function`` inside torch.compile.
+
+    The compiler traces the plain call and decides by itself what to recompute; changes of buffers happen once there.
+    Where it cannot trace the function it runs us as ordinary code, and then the second run needs the same care.
+    """
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    if not state:
+        state.append(_Call(function, args, kwargs, None))
+    return state[0](*state[0].arguments.tensors)
+
+
+class _Call:
+    """A call to be made twice: with what it was given, and with that as it was before."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        modules: Sequence[nn.Module] | None,
+    ):
+        self.arguments = Arguments(args, kwargs)
+        self._function = function
+        self._modules = modules
+        self._given: tuple[Sequence[Any], Mapping[str, Any]] | None = (args, kwargs)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._given is not None:
+            # The first run changes what the caller gave. Afterwards nothing of that may stay alive in here.
+            (args, kwargs), self._given = self._given, None
+            with no_other_changes(self._modules or ()):
+                return self._function(*args, **kwargs)
+        args, kwargs = self.arguments.rebuild(tensors)
+        modules, are_all = self._modules, True
+        if modules is None:
+            modules, are_all = modules_of(self._function, args)
+        with statistics_set_aside(modules, and_any_met=not are_all):
+            return self._function(*args, **kwargs)
+
+
+def modules_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[list[nn.Module], bool]:
+    """The modules that a call is seen to run, and whether these are all (else look out for others while it runs)."""
+    while isinstance(function, functools.partial):
+        function, args = function.func, (*function.args, *args)
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return [owner], True
+    # Hooks are not called in compiled code, so there the modules must be found from outside.
+    compiled = getattr(function, "_torchdynamo_orig_callable", None)
+    reached = inspect.getclosurevars(compiled) if inspect.isfunction(compiled) else None
+    named = (*reached.nonlocals.values(), *reached.globals.values()) if reached else ()
+    found = [value for value in (*args, *named) if isinstance(value, nn.Module)]
+    # And a compiled module warns about any global hook.
+    return found, any("_orig_mod" in inner._modules for module in found for inner in module.modules())
