@@ -47,7 +47,7 @@ class Weigher:
             BatchError: ``"tokens"`` finds no leaf named ``labels``, or several.
         """
         if self.counts_samples:  # needs no look at the micro-batches
-            return [dict.fromkeys(self.by_term, float(n)) for _, n in micro_batches]
+            return [dict.fromkeys(self.by_term, n) for _, n in micro_batches]
         found = [[weigh(micro_batch, n) for weigh in self.by_term.values()] for micro_batch, n in micro_batches]
         return [
             {term: _checked(number, term) for term, number in zip(self.by_term, row, strict=True)}

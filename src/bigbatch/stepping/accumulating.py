@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,6 +55,16 @@ class Accumulation:
             exactness=self.exactness,
             **happened,
         )
+
+    def non_finite(self, named: dict[str, torch.Tensor]) -> list[str]:
+        """What is NaN or infinite, in words: terms by micro-batch, then gradients of the parameters. Reads them all."""
+        terms = [
+            (f"the term {name!r} of micro-batch {k + 1}", value)
+            for name, values in self.shares.micro_batch_losses().items()
+            for k, value in enumerate(values)
+        ]
+        gradients = [(f"the gradient of {name}", p.grad) for name, p in named.items() if p.grad is not None]
+        return [name for name, tensor in [*terms, *gradients] if not bool(torch.isfinite(tensor).all())]
 
 
 class Accumulator:
@@ -274,10 +284,7 @@ def accumulate(
     if micro_batch_size is not None:
         check_positive("micro_batch_size", micro_batch_size)
     accumulator = Accumulator(model, loss_fn, wanted)
-    if parameters is None:
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    else:
-        named = named_like(model, check_parameters(parameters))
+    named = named_like(model, model.parameters() if parameters is None else check_parameters(parameters))
     done = accumulator.run(batch, micro_batch_size, named, only_these=parameters is not None)
     try:
         done.shares.check_denominators()
@@ -292,10 +299,10 @@ def accumulate(
     return result
 
 
-def named_like(model: nn.Module, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters by their names in the model, or by their place in the list."""
+def named_like(model: nn.Module, parameters: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the parameters that need a gradient, by their names in the model, or by their place in the list."""
     names = {id(p): name for name, p in model.named_parameters()}
-    return {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(parameters)}
+    return {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(parameters) if p.requires_grad}
 
 
 _NOTHING_NEEDS_A_GRADIENT = (

@@ -125,11 +125,11 @@ class _Layer:
         self.restore()
         with torch.no_grad():
             for merged in self.merged:
-                if self.module.num_batches_tracked is not None and self.pools_samples:
-                    self.module.num_batches_tracked += 1
-                momentum = self.module.momentum
-                if momentum is None:
-                    momentum = 1.0 / float(self.module.num_batches_tracked)
+                tracked: torch.Tensor | None = self.module.num_batches_tracked
+                if tracked is not None and self.pools_samples:
+                    tracked.add_(1)
+                averages_all = self.module.momentum is None and tracked is not None
+                momentum = self._momentum(tracked.item() if averages_all else 1)
                 variance = merged.squares / max(merged.count - 1 if self.pools_samples else merged.count, 1)
                 self.module.running_mean.lerp_(merged.mean.to(self.module.running_mean.dtype), momentum)
                 self.module.running_var.lerp_(variance.to(self.module.running_var.dtype), momentum)

@@ -30,8 +30,3 @@ def overflow_free_norm(gradients: Sequence[torch.Tensor], device: torch.device) 
 def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients down in place to ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does."""
     multiply(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-
-
-def non_finite_names(named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of the tensors with a NaN or an infinite entry; reads each of them."""
-    return [name for name, tensor in named if not bool(torch.isfinite(tensor).all())]

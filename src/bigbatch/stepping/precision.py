@@ -18,7 +18,7 @@ _DTYPES: dict[Any, torch.dtype | None] = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
-_PEERS_WORDS = {
+_PEERS_WORDS: dict[Any, str] = {
     "bf16-mixed": "bf16",
     "16-mixed": "fp16",
     "32-true": "fp32",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from torch import nn
 from bigbatch.errors import BatchError, GradientError, NonFiniteError, OptionError
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping import sizing
-from bigbatch.stepping.accumulating import Accumulation, Accumulator, OnMicroBatch
+from bigbatch.stepping.accumulating import Accumulation, Accumulator, OnMicroBatch, named_like
+from bigbatch.stepping.averaging import update_average
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
-from bigbatch.stepping.norms import clip, non_finite_names, overflow_free_norm, total_norm
+from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
 from bigbatch.stepping.precision import forget_unscaled
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, StepOptions, StepResult, check_positive
@@ -211,7 +211,8 @@ class Step:
         if math.isfinite(float(norm if scaled else norm + loss)):
             return norm, True
         done.shares.check_denominators()
-        names = self._non_finite(done)
+        of_optimizers = named_like(self.model, parameters_of(self.optimizers))
+        names = done.non_finite(of_optimizers)
         if not names:  # every entry is finite, but the sum of their squares is not
             return overflow_free_norm(self._check_reached(), norm.device), True
         if not scaled and self.options.on_non_finite == "raise":
@@ -223,20 +224,6 @@ class Step:
                 tuple(names),
             )
         return norm, False
-
-    def _non_finite(self, done: Accumulation) -> list[str]:
-        by_micro_batch = [
-            (f"the term {name!r} of micro-batch {k + 1}", value)
-            for name, values in done.shares.micro_batch_losses().items()
-            for k, value in enumerate(values)
-        ]
-        of_optimizers = {id(p) for p in parameters_of(self.optimizers)}
-        gradients = [
-            (f"the gradient of {name}", p.grad)
-            for name, p in self.named_parameters().items()
-            if p.grad is not None and id(p) in of_optimizers
-        ]
-        return non_finite_names(by_micro_batch) + non_finite_names(gradients)
 
     def _fill_missing(self) -> None:
         if self.options.zero_missing_gradients:
@@ -255,7 +242,7 @@ class Step:
         for scheduler in self.schedulers:
             scheduler.step()
         if self.options.ema is not None:
-            _update_average(self.options.ema, self.model)
+            update_average(self.options.ema, self.model)
 
     def clear(self) -> None:
         """Let go of all gradients."""
@@ -378,26 +365,3 @@ def _with_plan(
 def _clear(named: dict[str, torch.Tensor]) -> None:
     for p in named.values():
         p.grad = None
-
-
-def _update_average(ema: Any, model: nn.Module) -> None:
-    """Update a moving average: ``update_parameters(model)``, ``update(model)`` or ``update()``, whichever it has."""
-    if hasattr(ema, "update_parameters"):
-        ema.update_parameters(model)
-        return
-    try:
-        takes_model = (
-            bool(_required(inspect.signature(ema.update))) or "model" in inspect.signature(ema.update).parameters
-        )
-    except ValueError:
-        takes_model = True
-    ema.update(model) if takes_model else ema.update()
-
-
-def _required(signature: inspect.Signature) -> list[str]:
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.default is inspect.Parameter.empty and parameter.kind in positional
-    ]
