@@ -175,3 +175,53 @@ class RecordingSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         self.seen.append(gradients(self._model))
         return super().step(closure)
+
+
+@dataclasses.dataclass
+class History:
+    """What a loop saw, one entry for each step.
+
+    Attributes:
+        losses: Of the whole batch, before the step.
+        norms: Of the gradient, before clipping.
+        learning_rates: Of the first group of the first optimizer, that the step was taken with.
+    """
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    norms: list[float] = dataclasses.field(default_factory=list)
+    learning_rates: list[float] = dataclasses.field(default_factory=list)
+
+
+def train_with_big_batches(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batches: Iterable[Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    max_grad_norm: float | None = None,
+    schedulers: Sequence[Any] = (),
+    update_average: Callable[[], Any] = lambda: None,
+) -> History:
+    """The loop of a user who has the memory: one forward and backward of the whole batch for each step.
+
+    Args:
+        max_grad_norm: Clip to this with ``torch.nn.utils.clip_grad_norm_``, over all optimizers together.
+        update_average: Called after each step.
+    """
+    history = History()
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    for batch in batches:
+        history.learning_rates.append(optimizers[0].param_groups[0]["lr"])
+        loss = loss_fn(model, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(parameters, float("inf") if max_grad_norm is None else max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        update_average()
+        history.losses.append(float(loss.detach()))
+        history.norms.append(float(norm))
+    return history

@@ -1,12 +1,14 @@
 """The batch grows during warm-up; 'index % window == 0' gives irregular steps. Each must hold the planned count."""
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 
 import bigbatch as bb
 
 
-def build():
+def build() -> dict[str, Any]:
     return dict(planned=[1, 1, 2, 2, 3, 3, 4, 4], micro_batches=20)
 
 

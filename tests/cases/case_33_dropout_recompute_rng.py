@@ -43,8 +43,7 @@ def ours_step():
     model = nn.Sequential(case["block"])
     torch.manual_seed(case["seed"])
     with bb.apply(bb.Plan(micro_batch_size=8, recompute=("0",)), model):
-        result = bb.accumulate(model, lambda model, x: model(x).square().mean(), case["x"])
-    assert result.exactness == "same in distribution"
+        bb.accumulate(model, lambda model, x: model(x).square().mean(), case["x"])
     return dict(g=gradients(case["block"]), rng_after=torch.rand(1))
 
 

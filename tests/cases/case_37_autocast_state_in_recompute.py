@@ -43,10 +43,10 @@ class ForgetfulCheckpoint(torch.autograd.Function):
             return function(x)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
-            torch.autograd.backward(ctx.function(x), gradient)
+            torch.autograd.backward(ctx.function(x), *gradients)
         return None, x.grad
 
 

@@ -1,7 +1,9 @@
 """Even one sample fails: stop after a bounded number of tries with an error that says so; never loop or guess."""
 
 import torch
+import torch.nn as nn
 
+import bigbatch as bb
 from tests.cases.common import FakeOutOfMemory
 
 
@@ -52,6 +54,23 @@ def naive_returns_default():
         case["attempt"](case["start"])
     except torch.OutOfMemoryError:
         return dict(outcome="fit", attempts=1, micro=16)
+
+
+def ours():
+    """A budget is given, and every try runs out of memory."""
+    case = build()
+    model = nn.Linear(2, 1)
+
+    def loss_fn(model, x):
+        case["attempt"](len(x))
+        return model(x).square().mean()
+
+    step = bb.Step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), memory_budget="1GiB")
+    try:
+        step(torch.randn(case["start"], 2))
+    except bb.BudgetError:
+        return dict(outcome="error", attempts=len(case["calls"]))
+    return dict(outcome="fit", attempts=len(case["calls"]))
 
 
 def check(result):

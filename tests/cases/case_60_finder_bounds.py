@@ -4,12 +4,18 @@ It starts above the limit; the last doubling was never tried; there are more sam
 original oversized tensor.
 """
 
-import torch
+import math
+from typing import Any
 
+import torch
+import torch.nn as nn
+
+import bigbatch as bb
+from bigbatch.stepping.sizing import largest_that_fits
 from tests.cases.common import FakeOutOfMemory
 
 
-def build(limit=37, data=10**9):
+def build(limit=37, data=10**9) -> dict[str, Any]:
     tried = []
 
     def probe(x):
@@ -81,6 +87,43 @@ def naive_same_tensor():
 
 def naive_no_cap():
     return _run("no cap")
+
+
+def _ours_search(num_samples):
+    case = build()
+
+    def peak_of(size):
+        try:
+            case["probe"](case["make"](size))
+        except torch.OutOfMemoryError:
+            return math.inf
+        return size * 4
+
+    best, _ = largest_that_fits(range(1, num_samples + 1), peak_of, budget_bytes=10**9)
+    return dict(best=best, verified=best in case["tried"])
+
+
+def ours():
+    """The search alone, for every size up to that of the data."""
+    return dict(runs=[_ours_search(n) for n in (37, 38, 64, 512, 10**6)], small=_ours_search(20))
+
+
+def _ours_fit(num_samples):
+    case = build()
+    model = nn.Linear(1, 1)
+
+    def loss_fn(model, x):
+        case["probe"](x)
+        return model(x).square().mean()
+
+    step = bb.Step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), memory_budget="1GiB")
+    best = step.fit(case["make"](num_samples)).micro_batch_size
+    return dict(best=best, verified=best in case["tried"])
+
+
+def ours_step():
+    """A step that is given a budget. These batches can be cut into micro-batches of 37, all of them full."""
+    return dict(runs=[_ours_fit(n) for n in (37, 74, 370, 37 * 64)], small=_ours_fit(20))
 
 
 def check(result):

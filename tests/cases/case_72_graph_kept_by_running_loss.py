@@ -29,8 +29,8 @@ def _tagging(references):
             return x.clone()
 
         @staticmethod
-        def backward(ctx, gradient):
-            return gradient
+        def backward(ctx, *gradients):
+            return gradients[0]
 
     return Tag.apply
 
