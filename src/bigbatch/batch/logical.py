@@ -20,7 +20,7 @@ class LogicalBatch:
         micro_batches: The micro-batches, in order. A list is weighed before the first forward; an iterator is read
             as the step goes, so that the first forward does not wait for the last micro-batch.
         weight: What the mean loss of the whole batch is over: samples, or tokens, as the step's ``weight`` says; a
-            dict when that is one. An iterator needs it unless every term is a ``Ratio`` or a ``Sum``.
+            dict when that is one. It is checked. Known beforehand for an iterator, it saves a pass over the gradient.
     """
 
     micro_batches: Iterable[Any]

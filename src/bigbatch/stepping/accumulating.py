@@ -82,7 +82,6 @@ class Accumulator:
         self.model = model
         self.loss_fn = loss_fn
         self.options = options
-        self.device = _device_of(model)
         self.precision = Precision(options.precision, self.device.type)
         self.on_micro_batch: OnMicroBatch | None = None
         self._weigher = Weigher(options.weight)
@@ -94,6 +93,19 @@ class Accumulator:
         self._generators = Generators(self.device)
         self._coefficients = Coefficients()
         self._first = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is; that of its first parameter."""
+        first = next(self.model.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def micro_batches(self, batch: Any, micro_batch_size: int | None) -> list[Any]:
+        """What ``loss_fn`` would get."""
+        return [piece.micro_batch for piece in self._cut(batch, micro_batch_size).pieces]
+
+    def _cut(self, batch: Any, micro_batch_size: int | None) -> Pieces:
+        return pieces_of(batch, micro_batch_size, self.options, self._weigher, self.smallest_micro_batch)
 
     @property
     def sees_batch_statistics(self) -> bool:
@@ -144,7 +156,7 @@ class Accumulator:
     def _pieces_or_nothing(self, batch: Any, micro_batch_size: int | None) -> Pieces:
         self._undo.take(self.device)
         try:
-            pieces = pieces_of(batch, micro_batch_size, self.options, self._weigher, self.smallest_micro_batch)
+            pieces = self._cut(batch, micro_batch_size)
             _check_something_counts(pieces)
             if self._first:
                 self._check_weights_add_up(batch, pieces)
@@ -201,7 +213,7 @@ class Accumulator:
     def _call_loss_fn(self, piece: Piece) -> Any:
         if self.precision.autocast_dtype is None:
             return self.loss_fn(self.model, piece.micro_batch)
-        with self.precision.forward():
+        with self.precision.forward(self.device.type):
             return self.loss_fn(self.model, piece.micro_batch)
 
     def _finish(self, pieces: Pieces, done: Accumulation) -> None:
@@ -356,11 +368,6 @@ def _say_where(error: Exception, sizes: list[int], count: int | None) -> None:
             f'least 2, or batch_norm="frozen". Torch says: {error}'
         ) from error
     error.add_note(f"In {place}.")
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def _shape_of(piece: Piece) -> Any:

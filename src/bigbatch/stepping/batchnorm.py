@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bigbatch.errors import OptionError
+from bigbatch.stepping.compiled import is_compiled, without_compiled_code
 
 _TORCH_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
 
@@ -128,8 +129,10 @@ class _Layer:
                 tracked: torch.Tensor | None = self.module.num_batches_tracked
                 if tracked is not None and self.pools_samples:
                     tracked.add_(1)
-                averages_all = self.module.momentum is None and tracked is not None
-                momentum = self._momentum(tracked.item() if averages_all else 1)
+                averages_all = (
+                    self.module.momentum is None
+                )  # and only then the count is read, for it may be on a device
+                momentum = self._momentum(tracked.item() if averages_all and tracked is not None else 1)
                 variance = merged.squares / max(merged.count - 1 if self.pools_samples else merged.count, 1)
                 self.module.running_mean.lerp_(merged.mean.to(self.module.running_mean.dtype), momentum)
                 self.module.running_var.lerp_(variance.to(self.module.running_var.dtype), momentum)
@@ -151,7 +154,8 @@ class MergedStatistics:
         self._layers: dict[nn.Module, _Layer] = {}
         self._handles: list[Any] = []
         self._counts_by_shape: dict[Any, dict[nn.Module, list[int]]] = {}
-        self._compiled = any(_is_compiled(module) for module in model.modules())
+        self._model = model
+        self._compiled = is_compiled(model)
 
     def buffers(self) -> frozenset[int]:
         """Ids of the buffers that this puts back."""
@@ -190,7 +194,7 @@ class MergedStatistics:
         if shape not in self._counts_by_shape:
             self._listen()
             try:
-                with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+                with torch.no_grad(), torch.random.fork_rng(), without_compiled_code(self._model):
                     dry_run()
             finally:
                 self._stop_listening()
@@ -242,7 +246,3 @@ def _num_instances(module: Any, x: torch.Tensor) -> int:
 
 def _widened(statistics: torch.Tensor) -> torch.Tensor:
     return statistics.to(torch.promote_types(statistics.dtype, torch.float32))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

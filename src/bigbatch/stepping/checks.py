@@ -140,9 +140,12 @@ def check_parameters(parameters: Any) -> list[torch.Tensor]:
     return found
 
 
-def check_no_gradients(named: dict[str, torch.Tensor]) -> None:
-    """Raise ``GradientError`` when a gradient lies there before a step."""
+def check_no_gradients(named: dict[str, torch.Tensor], of_optimizers: Sequence[torch.Tensor] = ()) -> None:
+    """Raise ``GradientError`` when a gradient lies there before a step, also of a parameter that was frozen since."""
     found = [name for name, p in named.items() if p.grad is not None]
+    if not found:
+        # An optimizer goes on moving a frozen parameter as long as it has a gradient.
+        found = [f"optimizer parameter {i} (frozen)" for i, p in enumerate(of_optimizers) if p.grad is not None]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise GradientError(

@@ -127,8 +127,11 @@ class Gradients:
             self._multiply_current(factors)
             for p, gradient in added.items():
                 p.grad = gradient if p.grad is None else p.grad.add_(gradient)
-        self._parked.clear()
         self._current = None
+        for p in self.parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                # Before that an entry may be in several parts, and the norm of the parts is another one.
+                p.grad = p.grad.coalesce()
 
     def _multiply_current(self, factors: dict[Group, Factor]) -> None:
         if self._current in factors:
@@ -145,10 +148,11 @@ class Gradients:
     def narrow(self) -> None:
         """Round gradients to the dtype of their parameters, because optimizers raise on any other."""
         found = {p: p.grad for p, _ in self._own_dtypes}
+        own = dict(self._own_dtypes)
         self._forget_wide_dtypes()
         for p in list(found):
             wide = found.pop(p)  # one at a time, so that only one parameter has both
-            p.grad = None if wide is None else wide.to(p.dtype)
+            p.grad = None if wide is None else wide.to(own[p] or p.dtype)
 
     def _forget_wide_dtypes(self) -> None:
         for p, dtype in self._own_dtypes:

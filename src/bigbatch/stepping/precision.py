@@ -40,7 +40,6 @@ class Precision:
     """
 
     def __init__(self, precision: Any, device_type: str):
-        self._device_type = device_type
         self.scaler: GradScaler | None = None
         if isinstance(precision, GradScaler):
             self.autocast_dtype: torch.dtype | None = torch.float16
@@ -56,11 +55,11 @@ class Precision:
         if self.autocast_dtype == torch.float16:
             self.scaler = GradScaler(device_type)
 
-    def forward(self) -> AbstractContextManager[Any]:
+    def forward(self, device_type: str) -> AbstractContextManager[Any]:
         """The context of a forward. Backward runs outside it, as torch recommends."""
         if self.autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(self._device_type, dtype=self.autocast_dtype)
+        return torch.autocast(device_type, dtype=self.autocast_dtype)
 
 
 def forget_unscaled(scaler: GradScaler) -> None:

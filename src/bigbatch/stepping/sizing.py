@@ -10,9 +10,11 @@ import torch
 
 from bigbatch.batch.cutting import lay_out
 from bigbatch.batch.logical import LogicalBatch
+from bigbatch.batch.structure import is_array, mapped
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.trial import materialise_state, put_back_afterwards
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
@@ -117,7 +119,7 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
     device = step.accumulator.device
     listener, step.on_micro_batch = step.on_micro_batch, None
     try:
-        with put_back_afterwards(step), torch.compiler.set_stance("force_eager"):
+        with put_back_afterwards(step), without_compiled_code(step.model):
             materialise_state(step)
             held = [step.model, *step.optimizers, step.options.ema, batch if on_device else cut]
             with count_peak_bytes(device, track=held) as meter:
@@ -134,7 +136,18 @@ def _first_two_micro_batches(step: Step, batch: Any, micro_batch_size: int | Non
     if micro_batch_size is None or isinstance(batch, LogicalBatch) or step.options.split is not None:
         return batch, step.accumulator.device.type == "cpu"
     if step.options.collate is not None:
-        return batch[: 2 * micro_batch_size], False
+        return LogicalBatch(_two_largest(step.accumulator.micro_batches(batch, micro_batch_size))), False
     layout = lay_out(batch, step.options.batch_dims)
     cut = layout.cut(0, min(2 * micro_batch_size, layout.num_samples))
     return cut, True
+
+
+def _two_largest(micro_batches: list[Any]) -> list[Any]:
+    """Those with most bytes: samples of different lengths are padded to the longest of their micro-batch."""
+    return sorted(micro_batches, key=_num_bytes, reverse=True)[:2]
+
+
+def _num_bytes(micro_batch: Any) -> int:
+    sizes: list[int] = []
+    mapped(lambda value: sizes.append(value.nbytes if is_array(value) else 0), micro_batch)
+    return sum(sizes)

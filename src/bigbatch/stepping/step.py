@@ -140,7 +140,7 @@ class Step:
             micro_batch_size: Samples in one forward-backward, at most.
             named: What ``named_parameters`` gives.
         """
-        check_no_gradients(named)
+        check_no_gradients(named, parameters_of(self.optimizers))
         done = self._accumulator.run(batch, micro_batch_size, named)
         try:
             self._check_size(done)
