@@ -139,6 +139,13 @@ class _Applied(NamedTuple):
     token: int = 0
     names: Names = ()
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # A model that was pickled comes back with recompute off, and says so.
+        return tuple, ()
+
+    def __deepcopy__(self, _: object) -> _Applied:
+        return self
+
 
 def _applied(root: nn.Module) -> _Applied:
     return _Applied(*root.__dict__.get(_APPLIED, ()))
@@ -160,7 +167,7 @@ def _put_on_all(
             mechanism.update(dict.fromkeys(entry, "bigbatch"))
         else:
             mechanism.update({name: put_on(module) for name, module in entry.items()})
-    root.__dict__[_APPLIED] = tuple(applied)
+    root.__dict__[_APPLIED] = applied
     return sum(put_off_own_switch(module) for module in root.modules())
 
 

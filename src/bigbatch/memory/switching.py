@@ -69,7 +69,7 @@ def take_off(module: nn.Module) -> None:
         del attributes[switch]
         if was_there:
             attributes[switch] = before
-    if _is_ours(attributes.get(name)):
+    if _is_ours(module, name):
         del attributes[name]
         if _BEFORE[name] in attributes:
             attributes[name] = attributes.pop(_BEFORE[name])
@@ -133,11 +133,14 @@ _call_impl.__dict__[_OURS] = True
 def _plain(module: nn.Module, name: str) -> Callable[..., Any]:
     """What ``module.forward`` or ``module._call_impl`` would be without us: somebody's wrapper, or the class's."""
     before = module.__dict__.get(_BEFORE[name])
-    return types.MethodType(getattr(type(module), name), module) if before is None else before
+    # Not types.MethodType, which torch.compile does not know.
+    return functools.partial(getattr(type(module), name), module) if before is None else before
 
 
-def _is_ours(method: Any) -> bool:
-    return getattr(getattr(method, "__func__", None), _OURS, False)
+def _is_ours(module: nn.Module, name: str) -> bool:
+    function = getattr(module.__dict__.get(name), "__func__", None)
+    # A module that was pickled comes back with the class's own method in the place of ours.
+    return getattr(function, _OURS, False) or function is getattr(type(module), name, None)
 
 
 def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
