@@ -136,8 +136,22 @@ class ShiftsInside(nn.Module):
 
 
 def shifted_cross_entropy(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-    """What transformers computes, without its cast of the logits to float32, which would end every comparison there."""
+    """What transformers computes from logits and labels, in the dtype of the logits."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _take_out_casts_to_float32(model: nn.Module) -> None:
+    """Let a model of transformers compute in float64 throughout.
+
+    It computes its loss and Llama's norms in float32, where a comparison would end at 1e-7 whatever is compared.
+    """
+    model.model.loss_function = shifted_cross_entropy
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
 
 
 def gpt2() -> nn.Module:
@@ -180,7 +194,7 @@ class Network:
         """A fresh copy, with the same weights every time."""
         model = copy.deepcopy(_prototype(self.name)).to(dtype)
         if self.shifts_inside and dtype == torch.float64:
-            model.model.loss_function = shifted_cross_entropy
+            _take_out_casts_to_float32(model)
         return model
 
 
@@ -302,6 +316,22 @@ def two_means(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return dict(fit=fit / num_valid, size=size / num_even)
 
 
+def four_kinds(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    fit, num_valid, size, num_even = _two_sums(model, batch)
+    return fit / num_valid + size / num_even + fit / 100 + penalty(model)
+
+
+def four_kinds_in_terms(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """A mean over the valid labels, a ratio, a sum and a constant in one loss."""
+    fit, num_valid, size, num_even = _two_sums(model, batch)
+    return dict(
+        mean=fit / num_valid,
+        ratio=bb.Ratio(size, num_even),
+        sum=bb.Sum(fit / 100),
+        constant=bb.Constant(penalty(model)),
+    )
+
+
 def num_even(batch: dict[str, Tensor]) -> Tensor:
     return ((batch["labels"] % 2 == 0) & (batch["labels"] != -100)).sum()
 
@@ -363,6 +393,7 @@ LOSSES = {
         Loss("class_weighted", class_weighted, class_weighted_ratio),
         Loss("two_ratios", two_denominators, two_ratios),
         Loss("two_means", two_denominators, two_means, dict(weight=dict(fit="tokens", size=num_even))),
+        Loss("four_kinds", four_kinds, four_kinds_in_terms, dict(weight="tokens")),
         Loss(
             "fractional",
             weighted_mean,

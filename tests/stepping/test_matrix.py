@@ -19,11 +19,13 @@ from tests.models import (
     LOSSES,
     NETWORKS,
     NUM_SAMPLES,
+    PADDING_SAMPLE,
     Loss,
     Network,
     make_batch,
     makes_sense,
     num_even,
+    num_labels,
 )
 from tests.reference import (
     Gradients,
@@ -47,18 +49,16 @@ CELLS = [
 ]
 SIZES = [1, 3, 4, NUM_SAMPLES - 1, NUM_SAMPLES, 2 * NUM_SAMPLES]
 RECOMPUTE = ["none", "all", "every_second"]
+# Networks whose blocks hold layers. In the others a block is one layer.
+DEEP = ["mlp", "cnn", "transformer", "gpt2", "llama"]
 UNEVEN_CUTS = [[NUM_SAMPLES - 1, 1], [1, NUM_SAMPLES - 1], [1, 5, 2], [2, 1, 1, 4]]
 
 
 def recomputed(network: Network, choice: str) -> tuple[Any, ...]:
     """The entry ``recompute`` of the plan."""
     if choice == "pairs":
-        return tuple(itertools.batched(network.blocks, 2)) if hasattr(itertools, "batched") else _pairs(network.blocks)
+        return tuple(network.blocks[start : start + 2] for start in range(0, len(network.blocks), 2))
     return {"none": (), "all": network.blocks, "every_second": network.blocks[::2]}[choice]
-
-
-def _pairs(blocks: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    return tuple(blocks[start : start + 2] for start in range(0, len(blocks), 2))
 
 
 @functools.cache
@@ -152,6 +152,8 @@ def weight_of_all(loss: Loss, batch: dict[str, torch.Tensor]) -> Any:
     """What a loader that cuts in its workers knows: the weight of the whole batch."""
     if loss.name == "two_means":
         return dict(fit=float((batch["labels"] != -100).sum()), size=float(num_even(batch)))
+    if loss.options.get("weight") == "tokens":
+        return float(num_labels(batch))
     return None if loss.weigh is None else loss.weight_of(batch)
 
 
@@ -179,14 +181,79 @@ def test_a_parameter_without_a_gradient_keeps_none(micro_batch_size):
     assert found["experts.2.weight"].abs().max() > 0
 
 
-@pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("all", 2), ("every_second", 2), ("pairs", 2)])
-def test_the_plan_recomputes_what_it_says(recompute, forwards):
+@pytest.mark.parametrize("sizes", [[1] * NUM_SAMPLES, [1, 5, 2]], ids=str)
+@pytest.mark.parametrize("read_once", [False, True], ids=["list", "iterator"])
+@pytest.mark.parametrize(("network", "loss"), CELLS)
+def test_the_first_micro_batch_may_hold_nothing_that_counts(network, loss, read_once, sizes):
+    """It gives no hint of how large the denominators will be."""
+    batch = {
+        name: tensor.roll(-PADDING_SAMPLE, dims=0) for name, tensor in make_batch(network, padded=loss.padded).items()
+    }
+    expected = big_batch_gradients(network.make(), loss.plain, batch)
+    micro_batches = cut_batch(batch, sizes)
+
+    found, _ = run_accumulate(
+        network, loss, bb.LogicalBatch(iter(micro_batches) if read_once else micro_batches), torch.float64
+    )
+
+    assert_same_gradients(found, expected, tolerance=TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("micro_batch_size", [3, NUM_SAMPLES])
+@pytest.mark.parametrize(("network", "loss"), CELLS)
+def test_a_gradient_that_was_there_is_added_to_and_not_corrected(network, loss, micro_batch_size):
+    """Denominators that are known late multiply the gradient of this call only."""
+    model, batch = network.make(), make_batch(network, padded=loss.padded)
+    loss.plain(model, make_batch(network, padded=loss.padded, seed=1)).backward()
+    before = gradients(model)
+    expected = {
+        name: added if before[name] is None else before[name] if added is None else before[name] + added
+        for name, added in truth(network, loss)[0].items()
+    }
+
+    bb.accumulate(model, loss.ours, batch, micro_batch_size=micro_batch_size, **loss.options)
+
+    assert_same_gradients(gradients(model), expected, tolerance=TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("micro_batch_size", [3, NUM_SAMPLES])
+@pytest.mark.parametrize(("network", "loss"), CELLS)
+def test_frozen_parameters_stay_without_a_gradient(network, loss, micro_batch_size):
+    model, batch = network.make(), make_batch(network, padded=loss.padded)
+    model.get_submodule(network.blocks[0]).requires_grad_(False)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    expected = big_batch_gradients(model, loss.plain, batch)
+
+    bb.accumulate(model, loss.ours, batch, micro_batch_size=micro_batch_size, **loss.options)
+
+    found = gradients(model)
+    assert frozen
+    assert all(found[name] is None for name in frozen)
+    assert_same_gradients(found, expected, tolerance=TOLERANCE[torch.float64])
+
+
+def first_layer(network: Network, model: torch.nn.Module) -> torch.nn.Module:
+    """The first layer inside the first block, which is called anew when the block is recomputed."""
+    layers = [module for module in model.get_submodule(network.blocks[0]).modules() if not list(module.children())]
+    return layers[0]
+
+
+@pytest.mark.parametrize(
+    ("network", "recompute", "forwards"),
+    [
+        pytest.param(NETWORKS[name], recompute, forwards, id=f"{name}-{recompute}")
+        for name in DEEP
+        for recompute, forwards in (("none", 1), ("all", 2), ("every_second", 2), ("pairs", 2))
+        if recompute != "pairs" or NETWORKS[name].is_chain
+    ],
+)
+def test_the_plan_recomputes_what_it_says(network, recompute, forwards):
     """Control of the matrix: its columns are not all the same run. The first block is in each of the choices."""
-    network, loss = NETWORKS["mlp"], LOSSES["mean"]
+    loss = LOSSES["next_tokens" if network.shifts_inside else "mean"]
     model, calls = network.make(), []
-    model[0][0].register_forward_pre_hook(lambda *_: calls.append(1))
+    first_layer(network, model).register_forward_pre_hook(lambda *_: calls.append(1))
     plan = bb.Plan(micro_batch_size=2, recompute=recomputed(network, recompute))
 
-    bb.Step(model, loss.ours, RecordingSGD(model), plan=plan)(make_batch(network))
+    bb.Step(model, loss.ours, RecordingSGD(model), plan=plan, **loss.options)(make_batch(network))
 
     assert len(calls) == forwards * NUM_SAMPLES / 2

@@ -563,6 +563,25 @@ def test_a_skipped_step_moves_nothing(value):
     assert_identical(run.state(step), before)
 
 
+def test_a_step_skipped_for_an_overflow_in_fp16_moves_nothing_but_the_scale():
+    run = NormRun()
+    run.model.float()
+    run.average = averaged_model(run.model)
+    scaler = make_scaler()
+    step = run.make_step(precision=scaler)
+    batches = overflowing_batches(index=2)
+    for batch in batches[:2]:
+        step(batch)
+    before, scale = run.state(step), scaler.get_scale()
+
+    result = step(batches[2])
+
+    assert result.skipped
+    assert step.num_steps == 2
+    assert scaler.get_scale() == scale / 2
+    assert_identical(run.state(step), before)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_a_step_that_is_not_finite_raises_and_moves_nothing(value):
     run = NormRun()
