@@ -1,0 +1,57 @@
+"""The command ``bigbatch``. Nothing here loads torch, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from bigbatch.cli.train import train
+from bigbatch.errors import BigBatchError
+
+app = typer.Typer(
+    name="bigbatch",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(train)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from bigbatch import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _bigbatch(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train with the batch you want on the memory you have."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; what is wrong is told in a message, without a traceback when it is ours.
+
+    Args:
+        arguments: Without the name of the program; None: those of this process.
+
+    Returns:
+        0: all is well; 1: an error, or a check that failed; 2: the command line itself is wrong.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="bigbatch")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except BigBatchError as error:
+        print(f"bigbatch: {error}", file=sys.stderr)
+        return 1
+    return 0

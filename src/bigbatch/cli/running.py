@@ -1,0 +1,143 @@
+"""What ``bigbatch train`` does: find the task, run it, print. This loads torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bigbatch.errors import OptionError
+from bigbatch.memory.measure import device_bytes
+from bigbatch.reporting.comparison_text import peaks_text, runs_text, steps_text
+from bigbatch.reporting.panel import LivePanel, PlainLines
+from bigbatch.reporting.text import closing, preflight_text
+from bigbatch.tasks.finding import find_task, has_variant
+from bigbatch.training.comparison import compare_runs, compare_steps, direct_peak_bytes
+from bigbatch.training.events import Listener, RunResult
+from bigbatch.training.log import JsonLog, TensorBoardLog, make_run_dir, save_result
+from bigbatch.training.loop import Run
+from bigbatch.training.preflight import preflight
+from bigbatch.training.task import Task
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line says, beside what to do with it.
+
+    Attributes:
+        task: Name of the task.
+        variant: Arguments of its function.
+        changes: Fields of the task that are replaced, where they are not None.
+        memory_budget, micro_batch_size, device, threads: As on the command line.
+    """
+
+    task: str
+    variant: dict[str, Any]
+    changes: dict[str, Any]
+    memory_budget: str | None
+    micro_batch_size: int | None
+    device: str | None
+    threads: int | None
+
+    def found(self, **variant: Any) -> Task:
+        """The task, with what was changed."""
+        changes = {name: value for name, value in self.changes.items() if value is not None}
+        # The panel and the log show the norm, so a run from here asks for it.
+        return dataclasses.replace(find_task(self.task, **{**self.variant, **variant}), grad_norm=True, **changes)
+
+    def prepare(self) -> torch.device:
+        """Set the threads, and choose the device.
+
+        Raises:
+            OptionError: There is no such device.
+        """
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise OptionError(f"--device {name} is no device; it is cpu or cuda.") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise OptionError(f"--device {name}, but torch finds no CUDA here; use --device cpu.")
+        return device
+
+
+def check(wanted: Wanted, *, num_steps: int) -> bool:
+    """Make a pre-flight and print what it found."""
+    device, task = wanted.prepare(), wanted.found()
+    found = preflight(
+        task,
+        num_steps=num_steps,
+        device=device,
+        memory_budget=wanted.memory_budget,
+        micro_batch_size=wanted.micro_batch_size,
+        listeners=[_display(device)],
+    )
+    _say(preflight_text(found))
+    return found.go
+
+
+def train(wanted: Wanted, *, run_dir: Path | None, tensorboard: bool, compare: bool) -> bool:
+    """Train, save, print, and compare when asked; False when a comparison is out of its bounds."""
+    device, task = wanted.prepare(), wanted.found()
+    folder = make_run_dir(run_dir, task.name)
+    listeners: list[Listener] = [_display(device), JsonLog(folder / "log.jsonl")]
+    if tensorboard:
+        listeners.append(TensorBoardLog(folder / "tensorboard"))
+    run = Run(
+        task,
+        device=device,
+        memory_budget=wanted.memory_budget,
+        micro_batch_size=wanted.micro_batch_size,
+        listeners=listeners,
+    )
+    result = run.train()
+    files = save_result(folder, result, run.parts.model, run.parts.options.ema)
+    _say()
+    for line in closing(result, [str(path) for path in [*files, folder / "log.jsonl"]]):
+        _say(line)
+    return _compare(wanted, task, device, result) if compare else True
+
+
+def _compare(wanted: Wanted, task: Task, device: torch.device, result: RunResult) -> bool:
+    micro_batch_size = max(result.micro_batch_sizes)
+    _say("\nHow close to the direct big batch")
+    direct_bytes = direct_peak_bytes(task, device=device)
+    _say(peaks_text(result.peak_bytes, direct_bytes, result.budget_bytes))
+    exact_task = _exact_variant(wanted, task, result)
+    all_is_well = result.budget_bytes is None or (result.peak_bytes or 0) <= result.budget_bytes
+    if exact_task is not None:
+        steps = compare_steps(exact_task, micro_batch_size=micro_batch_size, device=device)
+        _say(steps_text(steps))
+        all_is_well &= steps.within
+    if result.exactness != "exact" and direct_bytes is not None:
+        runs = compare_runs(task, result.metrics, micro_batch_size=micro_batch_size, device=device)
+        _say(runs_text(runs, result.exactness))
+        all_is_well &= runs.within
+    return all_is_well
+
+
+def _exact_variant(wanted: Wanted, task: Task, result: RunResult) -> Task | None:
+    """The task itself where a cut batch is exact; otherwise its variant with GroupNorm, if it has one."""
+    if result.exactness == "exact":
+        return task
+    if not has_variant(wanted.task, "norm"):
+        return None
+    exact = wanted.found(norm="group")
+    return dataclasses.replace(exact, name=f"{exact.name} with GroupNorm")
+
+
+def _display(device: torch.device) -> Listener:
+    if sys.stdout.isatty():
+        return LivePanel(Console(), lambda: device_bytes(device).current_bytes)
+    return PlainLines(_say)
+
+
+_say = partial(print, flush=True)

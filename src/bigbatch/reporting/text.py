@@ -1,0 +1,114 @@
+"""Lines for a person: how a batch is cut, what it needs, how a run went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from bigbatch.training.events import RunInfo, RunResult
+from bigbatch.training.preflight import Preflight
+from bigbatch.units import format_bytes, format_seconds
+
+
+def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1) -> str:
+    """How a batch is cut: micro-batch × accumulation × ranks = batch.
+
+    >>> identity([64] * 8)
+    '64 × 8 × 1 = 512'
+    >>> identity([60] * 8 + [32])
+    '60 × 9 × 1 = 512, the last holds 32'
+    >>> identity([4, 3, 3])
+    '4 × 3 × 1 = 10, the last 2 hold 3'
+
+    Args:
+        micro_batch_sizes: Samples in each micro-batch of one rank, in order.
+        num_ranks: Ranks that each run as many.
+    """
+    total = sum(micro_batch_sizes) * num_ranks
+    line = f"{max(micro_batch_sizes)} × {len(micro_batch_sizes)} × {num_ranks} = {total}"
+    for size, same in list(groupby(micro_batch_sizes))[1:]:
+        count = len(list(same))
+        line += f", the last holds {size}" if count == 1 else f", the last {count} hold {size}"
+    return line
+
+
+def opening(info: RunInfo) -> str:
+    """What a run is about to do, in one line."""
+    budget = f", budget {format_bytes(info.budget_bytes)}" if info.budget_bytes else ""
+    return (
+        f"{info.task}: {info.num_samples:,} samples, {info.num_parameters:,} parameters, batch {info.batch_size}, "
+        f"{info.num_epochs} epochs = {info.total_steps} steps on {info.device}{budget}"
+    )
+
+
+def peak_line(peak_bytes: int | None, budget_bytes: int | None, *, num_steps: int = 0, device: str = "cpu") -> str:
+    """The peak of a real step beside the budget."""
+    if peak_bytes is None:
+        return f"peak not counted: no steady step of a full batch among {num_steps}"
+    how = "counted bytes of a real steady step" if device == "cpu" else "of the allocator, in a real steady step"
+    if budget_bytes is None:
+        return f"peak {format_bytes(peak_bytes)} ({how}), no budget given"
+    inside = "inside" if peak_bytes <= budget_bytes else "OVER"
+    return f"peak {format_bytes(peak_bytes)} ({how}), {inside} the budget of {format_bytes(budget_bytes)}"
+
+
+def direct_line(direct_bytes: int | None, budget_bytes: int | None) -> str:
+    """What the big batch would need when run at once."""
+    if direct_bytes is None:
+        return "the direct big batch could not be run here: it is out of memory"
+    ratio = f": {direct_bytes / budget_bytes:.1f} × the budget" if budget_bytes else ""
+    return f"the direct big batch would need {format_bytes(direct_bytes)}{ratio}"
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Results of an evaluation; an accuracy is in per cent.
+
+    >>> metrics_text({"accuracy": 0.9911, "loss": 0.0312})
+    'accuracy 99.11 %, loss 0.0312'
+    """
+    return ", ".join(f"{name} {metric_text(name, value)}" for name, value in metrics.items())
+
+
+def metric_text(name: str, value: float) -> str:
+    """One result."""
+    return f"{value:.2%}".replace("%", " %") if name.endswith("accuracy") else f"{value:.4g}"
+
+
+def closing(result: RunResult, files: Sequence[str]) -> list[str]:
+    """How a run went, line by line."""
+    skipped = f", {result.num_skipped} of them skipped" if result.num_skipped else ""
+    lines = [
+        metrics_text(result.metrics) or (f"loss {result.loss:.4g}" if result.loss is not None else "no result"),
+        peak_line(result.peak_bytes, result.budget_bytes, num_steps=result.num_steps, device=result.device),
+        f"{result.num_steps} steps{skipped} in {format_seconds(result.seconds)}, "
+        f"{result.samples_per_second:,.0f} samples/s",
+        f"equal to the big batch: {_EXACTNESS[result.exactness]}",
+    ]
+    return [*lines, f"files: {', '.join(files)}"] if files else lines
+
+
+_EXACTNESS = {
+    "exact": "exactly, up to rounding",
+    "same in distribution": "in distribution (dropout draws other random numbers)",
+    "approximate": "approximately (BatchNorm saw the statistics of micro-batches)",
+}
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows with aligned columns; the last one is not padded.
+
+    >>> print(table([("loss", "ok"), ("gradient norm", "ok")]))
+    loss           ok
+    gradient norm  ok
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*map(str.ljust, row[:-1], widths), row[-1]]) for row in rows)
+
+
+def preflight_text(found: Preflight) -> str:
+    """What a pre-flight found, and the verdict."""
+    rows = [(check.name, check.verdict, check.found) for check in found.checks]
+    wrong = [check.name for check in found.checks if check.verdict == "wrong"]
+    advice = [f"{check.name}: {check.advice}" for check in found.checks if check.advice]
+    verdict = f"no go: {', '.join(wrong)}" if wrong else "go"
+    return "\n".join(["", f"pre-flight of {found.num_steps} steps", table(rows), *advice, verdict])

@@ -1,0 +1,77 @@
+"""What a run builds from the functions of its task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.errors import TaskError
+from bigbatch.stepping.checks import optimizers_of
+from bigbatch.stepping.learning_rate import total_steps
+from bigbatch.training.data import check_map_style
+from bigbatch.training.task import Task
+from bigbatch.values import StepOptions
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one run.
+
+    Attributes:
+        model: On the device of the run.
+        optimizers: In the order of the task.
+        options: Of the step, with the scheduler and the EMA of this run.
+        train_data: Map-style.
+        eval_data: Map-style, or None.
+        total_steps: Optimizer steps of the whole run.
+    """
+
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    options: StepOptions
+    train_data: Any
+    eval_data: Any
+    total_steps: int
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that is evaluated: the averaged one when there is an EMA that is a module."""
+        return self.options.ema if isinstance(self.options.ema, nn.Module) else self.model
+
+
+def build(task: Task, device: torch.device, *, dtype: torch.dtype | None = None) -> Parts:
+    """Set the seed, and call the functions of a task once each.
+
+    Args:
+        dtype: Cast the model to it before the optimizer is made.
+
+    Raises:
+        TaskError: A function returned what a run cannot use.
+    """
+    train_data = task.train_data()
+    check_map_style(train_data, "train_data")
+    eval_data = task.eval_data() if task.eval_data is not None else None
+    if eval_data is not None:
+        check_map_style(eval_data, "eval_data")
+    torch.manual_seed(task.seed)
+    model = _model_of(task).to(device=device, dtype=dtype)
+    num_steps = total_steps(len(train_data), task.batch_size, epochs=task.epochs)
+    made = task.optimizer(model)
+    optimizers = optimizers_of(made)
+    options = task.step_options(
+        scheduler=task.scheduler(made, num_steps) if task.scheduler is not None else None,
+        ema=task.ema(model) if task.ema is not None else None,
+    )
+    return Parts(model, optimizers, options, train_data, eval_data, num_steps)
+
+
+def _model_of(task: Task) -> nn.Module:
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model() returned a {type(model).__name__}; it must return a torch.nn.Module.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TaskError(f"model() returned a {type(model).__name__} without a parameter to train.")
+    return model

@@ -1,0 +1,96 @@
+"""The direct big batch as anybody would write it: one forward, one backward, one optimizer step, and no ``Step``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel
+
+from bigbatch.batch.structure import mapped
+from bigbatch.stepping.losses import Constant, Ratio, Sum
+from bigbatch.stepping.precision import Precision
+from bigbatch.training.building import Parts, build
+from bigbatch.training.data import eval_loader, train_loader
+from bigbatch.training.evaluating import evaluate
+from bigbatch.training.task import Task
+
+
+def train_directly(task: Task, device: torch.device) -> dict[str, float]:
+    """Train the task with its big batch at once, from its seed; the results of the last evaluation."""
+    parts = build(task, device)
+    steps = DirectSteps(task, parts, device)
+    for batch in train_loader(task, parts.train_data):
+        steps.step(batch)
+    if parts.eval_data is None:
+        return {}
+    batches = eval_loader(task, parts.eval_data, task.eval_batch_size or task.batch_size)
+    return evaluate(task, parts.evaluated, batches, device)
+
+
+class DirectSteps:
+    """Optimizer steps of the whole batch at once, with clipping, loss scaling, scheduler and average of the task."""
+
+    def __init__(self, task: Task, parts: Parts, device: torch.device):
+        self.task = task
+        self.parts = parts
+        self.device = device
+        self.precision = Precision(task.precision, device.type)
+        schedulers = parts.options.scheduler
+        self.schedulers = (
+            schedulers if isinstance(schedulers, list | tuple) else [schedulers] * (schedulers is not None)
+        )
+        if task.batch_norm == "frozen":
+            for module in parts.model.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+
+    def backward(self, batch: Any) -> None:
+        """Add the gradient of the batch to ``.grad``, scaled when there is a scaler."""
+        if self.task.collate is not None:
+            batch = self.task.collate(batch)
+        batch = mapped(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        with self.precision.forward(self.device.type):
+            loss = plain_loss(self.task.loss_fn(self.parts.model, batch))
+        scaler = self.precision.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    def step(self, batch: Any) -> None:
+        """Make one optimizer step."""
+        self.backward(batch)
+        scaler, skipped = self.precision.scaler, False
+        parameters = [p for o in self.parts.optimizers for group in o.param_groups for p in group["params"]]
+        if scaler is not None:
+            for optimizer in self.parts.optimizers:
+                scaler.unscale_(optimizer)
+            skipped = not all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
+        if self.task.max_grad_norm is not None and not skipped:
+            nn.utils.clip_grad_norm_(parameters, self.task.max_grad_norm)
+        for optimizer in self.parts.optimizers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        self.parts.model.zero_grad()
+        if not skipped:
+            self._move_on()
+
+    def _move_on(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+        if isinstance(self.parts.options.ema, AveragedModel):
+            self.parts.options.ema.update_parameters(self.parts.model)
+
+
+def plain_loss(returned: Any) -> torch.Tensor:
+    """The loss as one tensor, from what a ``loss_fn`` returned for the whole batch."""
+    if isinstance(returned, torch.Tensor):
+        return returned
+    if isinstance(returned, Ratio):
+        return returned.numerator / returned.denominator
+    if isinstance(returned, Sum | Constant):
+        return returned.term
+    terms = returned.values() if isinstance(returned, Mapping) else returned
+    return torch.stack([plain_loss(term) for term in terms]).sum()

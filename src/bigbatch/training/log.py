@@ -1,0 +1,197 @@
+"""What a run leaves behind: a log line for each step and epoch, curves for TensorBoard, weights, and the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from bigbatch.errors import MissingExtraError, TaskError
+from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
+from bigbatch.values import Plan
+
+_SECONDS_BETWEEN_READS = 1.0
+
+
+class _Blocks(Listener):
+    """Keeps the records of steps, and reads them once a second: reading a loss waits for the device."""
+
+    def __init__(self) -> None:
+        self._waiting: list[StepRecord] = []
+        self._last_read = time.monotonic()
+
+    @override
+    def stepped(self, record: StepRecord) -> None:
+        self._waiting.append(record)
+        if time.monotonic() - self._last_read >= _SECONDS_BETWEEN_READS:
+            self.read()
+
+    def read(self) -> None:
+        """Write what waits."""
+        waiting, self._waiting = self._waiting, []
+        for record in waiting:
+            self.write_step(record.as_dict())
+        self.flush()
+        self._last_read = time.monotonic()
+
+    @override
+    def epoch_ended(self, record: EpochRecord) -> None:
+        self.read()
+        self.write_epoch(record.as_dict())
+        self.flush()
+
+    @override
+    def close(self) -> None:
+        """Also when the run failed: the last steps are what one wants to see then."""
+        self.read()
+
+    def write_step(self, step: dict[str, Any]) -> None: ...
+
+    def write_epoch(self, epoch: dict[str, Any]) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class JsonLog(_Blocks):
+    """One JSON object a line: ``{"event": "step", "step": 1, "loss": 2.31, ...}``; also events run, plan and epoch.
+
+    Lines are on the disk at most a second after what they tell, and at the end of each epoch.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self._file = path.open("w", encoding="utf-8")
+
+    @override
+    def began(self, info: RunInfo) -> None:
+        self._line("run", dataclasses.asdict(info))
+
+    @override
+    def fitted(self, plan: Plan) -> None:
+        self._line("plan", dataclasses.asdict(plan))
+
+    @override
+    def write_step(self, step: dict[str, Any]) -> None:
+        self._line("step", step)
+
+    @override
+    def write_epoch(self, epoch: dict[str, Any]) -> None:
+        self._line("epoch", epoch)
+
+    @override
+    def flush(self) -> None:
+        self._file.flush()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+    def _line(self, event: str, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+class TensorBoardLog(_Blocks):
+    """Loss, gradient norm, learning rate and speed by step, and the results of the evaluation.
+
+    Raises:
+        MissingExtraError: TensorBoard is not installed.
+    """
+
+    def __init__(self, directory: Path):
+        super().__init__()
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError(
+                "The log for TensorBoard needs the package tensorboard, which is not installed: "
+                'pip install "bigbatch[log]".'
+            ) from error
+        self._writer = SummaryWriter(str(directory))
+
+    @override
+    def write_step(self, step: dict[str, Any]) -> None:
+        for name in ("loss", "grad_norm", "learning_rate", "samples_per_second"):
+            if step[name] is not None:
+                self._writer.add_scalar(f"train/{name}", step[name], step["step"])
+
+    @override
+    def write_epoch(self, epoch: dict[str, Any]) -> None:
+        for name, value in epoch["metrics"].items():
+            self._writer.add_scalar(f"eval/{name}", value, epoch["step"])
+
+    @override
+    def flush(self) -> None:
+        self._writer.flush()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._writer.close()
+
+
+def make_run_dir(run_dir: str | Path | None, name: str) -> Path:
+    """The folder of a run: the given one, or a new one in ``runs`` with the task and the time in its name.
+
+    Raises:
+        TaskError: The given one holds the files of a run already, or cannot be made.
+    """
+    if run_dir is not None:
+        path = Path(run_dir)
+        if (path / "log.jsonl").exists():
+            raise TaskError(f"{path} holds the files of another run. Give another --run-dir, or remove that folder.")
+        return _made(path, exist_ok=True)
+    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    path = first
+    while path.exists():  # another run began in the same second
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return _made(path, exist_ok=False)
+
+
+def _made(path: Path, *, exist_ok: bool) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        raise TaskError(
+            f"The folder {path} of the run cannot be made: {error.strerror}. Give another --run-dir."
+        ) from error
+    return path
+
+
+def save_result(run_dir: Path, result: RunResult, model: nn.Module, ema: Any) -> list[Path]:
+    """Write ``model.safetensors``, ``ema.safetensors`` when there is an averaged model, and ``result.json``.
+
+    Returns:
+        The files.
+    """
+    models = {"model": model}
+    if isinstance(ema, nn.Module):
+        models["ema"] = ema.module if isinstance(ema, torch.optim.swa_utils.AveragedModel) else ema
+    files = [_written(run_dir / f"{name}.safetensors", _saver(one)) for name, one in models.items()]
+    text = json.dumps(result.as_dict(), indent=2) + "\n"
+    files.append(_written(run_dir / "result.json", lambda path: path.write_text(text, encoding="utf-8")))
+    return files
+
+
+def _saver(model: nn.Module) -> Callable[[Path], Any]:
+    from safetensors.torch import save_model
+
+    return lambda path: save_model(model, str(path))  # knows tied weights, which save_file refuses
+
+
+def _written(path: Path, write: Callable[[Path], Any]) -> Path:
+    """Write beside it and rename: a file of that name is always whole."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    write(unfinished)
+    os.replace(unfinished, path)
+    return path

@@ -1,0 +1,260 @@
+"""A run: one ``Step`` over epochs of logical batches, and evaluations between them. It prints nothing: others listen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+from bigbatch.memory.measure import count_peak_bytes
+from bigbatch.stepping.step import Step
+from bigbatch.training.building import build
+from bigbatch.training.data import eval_loader, train_loader
+from bigbatch.training.evaluating import evaluate
+from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
+from bigbatch.training.task import Task
+from bigbatch.values import StepResult
+
+
+class Run:
+    """One run of a task.
+
+    Attributes:
+        task: What is run.
+        parts: What was built from it; ``parts.model`` is the trained model.
+        step: The ``Step``.
+        peak_bytes: Counted peak of a real steady step, as soon as there was one.
+        peak_step: That step.
+
+    Args:
+        device: Where the model is trained; ``"cpu"`` or ``"cuda"``.
+        memory_budget: Bytes, or a text such as ``"64MiB"``. The micro-batch size that fits is found by measuring with
+            the first batch.
+        micro_batch_size: Samples in one forward-backward, at most; with a budget, the only size that is tried. With
+            neither, a batch is run at once.
+        listeners: Who hears of it.
+        count_every_step: Count the peak of all full steps and not of one. On CPU this takes time.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        device: str | torch.device = "cpu",
+        memory_budget: int | str | None = None,
+        micro_batch_size: int | None = None,
+        listeners: Sequence[Listener] = (),
+        count_every_step: bool = False,
+    ):
+        self.task = task
+        self.device = torch.device(device)
+        self.parts = build(task, self.device)
+        self.peak_bytes: int | None = None
+        self.peak_step: int | None = None
+        self._count_every_step = count_every_step
+        self._listeners = tuple(listeners)
+        self.step = Step(
+            self.parts.model,
+            task.loss_fn,
+            self.parts.optimizers,
+            memory_budget=memory_budget,
+            micro_batch_size=micro_batch_size,
+            **vars(self.parts.options),
+        )
+        self.step.on_micro_batch = lambda number, count: self._tell("micro_batch", number, count)
+        self._clock = _Clock()
+
+    @property
+    def info(self) -> RunInfo:
+        """What this run is about to do."""
+        num_samples = len(self.parts.train_data)
+        return RunInfo(
+            task=self.task.name,
+            device=str(self.device),
+            num_parameters=sum(p.numel() for p in self.parts.model.parameters() if p.requires_grad),
+            num_samples=num_samples,
+            batch_size=min(self.task.batch_size, num_samples),
+            num_epochs=self.task.epochs,
+            total_steps=self.parts.total_steps,
+            seed=self.task.seed,
+            budget_bytes=self.step.budget_bytes,
+        )
+
+    def train(self) -> RunResult:
+        """Run all epochs.
+
+        Raises:
+            BigBatchError: A step, the evaluation or the search for a micro-batch size failed.
+        """
+        try:
+            self._tell("began", self.info)
+            epochs, tally = [], _Tally()
+            for record in self.steps():
+                tally.add(record)
+                if record.step % self._steps_per_epoch == 0:
+                    epochs.append(self._end_epoch(record, tally))
+            result = self._result(epochs, tally)
+            self._tell("ended", result)
+            return result
+        finally:
+            for listener in self._listeners:
+                listener.close()
+
+    def steps(self, limit: int | None = None) -> Iterator[StepRecord]:
+        """Make the optimizer steps of the run, or the first ``limit`` of them, one for each record."""
+        self._clock.start()
+        for index, batch in enumerate(islice(train_loader(self.task, self.parts.train_data), limit)):
+            if index == 0 and self.step.budget_bytes is not None:
+                self._fit(batch)
+            record = self._make_step(index, batch)
+            self._tell("stepped", record)
+            yield record
+
+    def evaluate(self) -> dict[str, float]:
+        """Results of the evaluation; empty when the task has none."""
+        if self.parts.eval_data is None:
+            return {}
+        self._tell("evaluating")
+        batch_size = self.task.eval_batch_size or self.step.micro_batch_size or self.task.batch_size
+        batches = eval_loader(self.task, self.parts.eval_data, batch_size)
+        return evaluate(self.task, self.parts.evaluated, batches, self.device)
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return self.parts.total_steps // self.task.epochs
+
+    def _tell(self, event: str, *values: Any) -> None:
+        for listener in self._listeners:
+            getattr(listener, event)(*values)
+
+    def _fit(self, batch: Any) -> None:
+        self._tell("fitting", self.step.budget_bytes)
+        plan = self.step.fit(batch)
+        self._clock.fitted()
+        self._tell("fitted", plan)
+
+    def _make_step(self, index: int, batch: Any) -> StepRecord:
+        num_samples = self._num_samples(index)
+        learning_rate = float(self.step.optimizers[0].param_groups[0]["lr"])
+        start = time.perf_counter()
+        # From the second full batch on all is there that stays: the state of the optimizer, for one.
+        is_steady = index > 0 and num_samples == self.info.batch_size
+        is_counted = is_steady and (self.peak_bytes is None or self._count_every_step)
+        result = self._counted(index, batch) if is_counted else self.step(batch)
+        self._clock.stepped(num_samples)
+        return StepRecord(
+            step=index + 1,
+            epoch=index // self._steps_per_epoch + 1,
+            total_steps=self.parts.total_steps,
+            num_samples=num_samples,
+            learning_rate=learning_rate,
+            result=result,
+            seconds=time.perf_counter() - start,
+            seconds_left=self._clock.seconds / (index + 1) * (self.parts.total_steps - index - 1),
+            samples_per_second=self._clock.samples_per_second,
+            peak_bytes=self.peak_bytes,
+        )
+
+    def _counted(self, index: int, batch: Any) -> StepResult:
+        """A step whose live bytes are counted, which takes it a little longer."""
+        alive = [self.parts.model, self.parts.optimizers, self.parts.options.ema, batch]
+        with count_peak_bytes(self.device, track=alive) as peak:
+            result = self.step(batch)
+        if peak.peak_bytes > (self.peak_bytes or 0):
+            self.peak_bytes, self.peak_step = peak.peak_bytes, index + 1
+        return result
+
+    def _num_samples(self, index: int) -> int:
+        num_samples, batch_size = len(self.parts.train_data), self.task.batch_size
+        return min(batch_size, num_samples - index % self._steps_per_epoch * batch_size)
+
+    def _end_epoch(self, last: StepRecord, tally: _Tally) -> EpochRecord:
+        seconds = self._clock.lap()
+        is_due = last.epoch % self.task.evaluate_every == 0 or last.epoch == self.task.epochs
+        metrics = self.evaluate() if is_due else {}
+        record = EpochRecord(last.epoch, last.step, tally.end_epoch(), metrics, seconds, self._clock.lap())
+        self._tell("epoch_ended", record)
+        return record
+
+    def _result(self, epochs: list[EpochRecord], tally: _Tally) -> RunResult:
+        return RunResult(
+            task=self.task.name,
+            device=str(self.device),
+            batch_size=self.info.batch_size,
+            micro_batch_sizes=tally.first.micro_batch_sizes,
+            num_steps=tally.num_steps,
+            num_skipped=tally.num_skipped,
+            exactness=tally.last.exactness,
+            loss=epochs[-1].loss,
+            metrics=epochs[-1].metrics,
+            budget_bytes=self.step.budget_bytes,
+            peak_bytes=self.peak_bytes,
+            peak_step=self.peak_step,
+            seconds=self._clock.seconds,
+            fit_seconds=self._clock.fit_seconds,
+            samples_per_second=self._clock.samples_per_second,
+            epochs=tuple(epochs),
+        )
+
+
+@dataclass
+class _Clock:
+    """Times of a run: since its first batch, and since the last lap. Choosing the micro-batch size does not count."""
+
+    fit_seconds: float = 0.0
+    _began: float = 0.0
+    _lap: float = 0.0
+    _num_samples: int = 0
+
+    def start(self) -> None:
+        self._began = self._lap = time.perf_counter()
+
+    def fitted(self) -> None:
+        self.fit_seconds = self.seconds
+        self.start()
+
+    def stepped(self, num_samples: int) -> None:
+        self._num_samples += num_samples
+
+    def lap(self) -> float:
+        before, self._lap = self._lap, time.perf_counter()
+        return self._lap - before
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    @property
+    def samples_per_second(self) -> float:
+        return self._num_samples / self.seconds
+
+
+@dataclass
+class _Tally:
+    """What is kept of the steps: the first and the last result, and the losses of this epoch."""
+
+    num_steps: int = 0
+    num_skipped: int = 0
+    first: StepResult = field(init=False)
+    last: StepResult = field(init=False)
+    _of_epoch: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def add(self, record: StepRecord) -> None:
+        result = record.result
+        if self.num_steps == 0:
+            self.first = result
+        self.last = result
+        self.num_steps += 1
+        self.num_skipped += bool(result.skipped)
+        if not result.skipped:
+            self._of_epoch.append((result.loss, result.weight))
+
+    def end_epoch(self) -> float | None:
+        """The mean loss of the epoch. This reads the tensors, once an epoch."""
+        pairs, self._of_epoch = [(float(loss), float(weight)) for loss, weight in self._of_epoch], []
+        total = sum(weight for _, weight in pairs)
+        return sum(loss * weight for loss, weight in pairs) / total if total else None

@@ -1,0 +1,222 @@
+"""A pre-flight: some steps of a task on a build of its own, and whether they look as they should. Nothing is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+
+from bigbatch.errors import BudgetError, NonFiniteError, OptionError
+from bigbatch.stepping.learning_rate import total_steps
+from bigbatch.training.data import train_loader
+from bigbatch.training.events import Listener
+from bigbatch.training.loop import Run
+from bigbatch.training.task import Task
+from bigbatch.units import format_bytes, format_seconds
+from bigbatch.values import check_positive
+
+Verdict = Literal["ok", "look", "wrong"]
+
+_FEWEST_STEPS = 10
+_MORE_THAN_EXPECTED = 1.1
+_EXPLODES = 10.0
+_SPIKE = 100.0
+_MOSTLY = 0.9
+_MANY_SKIPPED = 0.2
+_SLOWER = 1.5
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: Of what.
+        verdict: "ok"; "look": it may be meant; "wrong": the run would not go well.
+        found: What was found, beside what was expected.
+        advice: What to do; empty when all is well.
+    """
+
+    name: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a pre-flight found.
+
+    Attributes:
+        num_steps: Steps that were made.
+        checks: In the order in which they are told.
+    """
+
+    num_steps: int
+    checks: tuple[Check, ...]
+
+    @property
+    def go(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(check.verdict != "wrong" for check in self.checks)
+
+
+def preflight(
+    task: Task,
+    *,
+    num_steps: int = 50,
+    device: str | torch.device = "cpu",
+    memory_budget: int | str | None = None,
+    micro_batch_size: int | None = None,
+    listeners: Sequence[Listener] = (),
+) -> Preflight:
+    """Make ``num_steps`` steps of a fresh build of the task, and check memory, loss, gradient norms and step times.
+
+    The schedule is that of the real run, unless that is shorter than the pre-flight. Other errors than those it looks
+    for (a batch that cannot be cut, say) are raised as in a run.
+    """
+    check_positive("num_steps", num_steps)
+    if num_steps < _FEWEST_STEPS:
+        raise OptionError(f"A pre-flight of {num_steps} steps tells nothing; it needs at least {_FEWEST_STEPS}.")
+    run = Run(
+        _long_enough(task, num_steps),
+        device=device,
+        memory_budget=memory_budget,
+        micro_batch_size=micro_batch_size,
+        listeners=listeners,
+        count_every_step=True,
+    )
+    seen: list[dict[str, Any]] = []
+    try:
+        for record in run.steps(num_steps):
+            seen.append(record.as_dict())
+    except BudgetError as error:
+        return Preflight(len(seen), (Check("memory, budget", "wrong", str(error), "see above"),))
+    except NonFiniteError as error:
+        return Preflight(len(seen), (*_memory(run, seen), _not_finite(seen, error)))
+    finally:
+        for listener in listeners:
+            listener.close()
+    return Preflight(len(seen), (*_memory(run, seen), *_curves(seen, run)))
+
+
+def _long_enough(task: Task, num_steps: int) -> Task:
+    per_epoch = total_steps(len(task.train_data()), task.batch_size)
+    return dataclasses.replace(task, grad_norm=True, epochs=max(task.epochs, math.ceil(num_steps / per_epoch)))
+
+
+def _memory(run: Run, seen: Sequence[dict[str, Any]]) -> Iterator[Check]:
+    peak, budget, plan = run.peak_bytes, run.step.budget_bytes, run.step.plan
+    if peak is None:
+        yield Check("memory", "look", f"no steady step of a full batch among {len(seen)}", "Make more steps.")
+        return
+    if budget is not None:
+        inside = peak <= budget
+        advice = "" if inside else "A later batch needs more than the first: give a smaller --micro-batch-size."
+        found = f"peak {format_bytes(peak)} of {format_bytes(budget)}"
+        yield Check("memory, budget", "ok" if inside else "wrong", found, advice)
+    if plan is not None and plan.peak_bytes is not None:
+        expected = plan.peak_bytes
+    else:
+        first = next(iter(train_loader(run.task, run.parts.train_data)))
+        expected = run.step.measure(first, run.step.micro_batch_size)
+    as_expected = peak <= expected * _MORE_THAN_EXPECTED
+    advice = (
+        ""
+        if as_expected
+        else "Steps need more than a trial of the first batch: look for what is kept from step to step."
+    )
+    found = f"peak {format_bytes(peak)}, a trial of the first batch {format_bytes(expected)}"
+    yield Check("memory, expectation", "ok" if as_expected else "wrong", found, advice)
+
+
+def _not_finite(seen: Sequence[dict[str, Any]], error: NonFiniteError) -> Check:
+    losses = [step["loss"] for step in seen]
+    before = f"; before that {losses[0]:.4g} to {losses[-1]:.4g}" if losses else ""
+    return Check(
+        "loss",
+        "wrong",
+        f"step {len(seen) + 1} is not finite ({', '.join(error.names[:3])}){before}",
+        "Lower the learning rate, warm it up, or clip (max_grad_norm=1.0); if it is the first step, look at the data.",
+    )
+
+
+def _curves(seen: Sequence[dict[str, Any]], run: Run) -> Iterator[Check]:
+    moved = [step for step in seen if not step["skipped"]]
+    yield _skipped(seen, len(moved))
+    if len(moved) >= _FEWEST_STEPS // 2:
+        yield _loss([step["loss"] for step in moved])
+        yield from _norms([step["grad_norm"] for step in moved], run.task.max_grad_norm)
+    yield _times([step["seconds"] for step in seen])
+
+
+def _skipped(seen: Sequence[dict[str, Any]], num_moved: int) -> Check:
+    num_skipped = len(seen) - num_moved
+    found = f"{num_skipped} of {len(seen)} skipped"
+    if num_skipped > _MANY_SKIPPED * len(seen):
+        return Check(
+            "skipped steps", "wrong", found, 'Gradients overflow: try precision="bf16" or a lower learning rate.'
+        )
+    # The scale of fp16 begins too high on purpose, so some of the first steps are skipped in a healthy run.
+    late = any(step["skipped"] for step in seen[-len(seen) // 5 :])
+    return Check("skipped steps", "look" if late else "ok", found, "Some late ones too: watch the run." if late else "")
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Medians of the first and of the last fifth: one odd step moves neither."""
+    fifth = max(len(values) // 5, 1)
+    return statistics.median(values[:fifth]), statistics.median(values[-fifth:])
+
+
+def _loss(losses: Sequence[float]) -> Check:
+    first, last = _ends(losses)
+    # How far a median of a fifth moves by chance, from the jumps between neighbours.
+    jumps = [abs(b - a) for a, b in pairwise(losses)]
+    noise = statistics.median(jumps) / math.sqrt(max(len(losses) // 5, 1))
+    found = f"{first:.4g} in the first fifth, {last:.4g} in the last"
+    if last < first - noise:
+        return Check("loss falls", "ok", found)
+    if last <= first + noise:
+        return Check(
+            "loss falls", "look", found, "It stays within its noise: is the learning rate too low, or in warm-up?"
+        )
+    return Check("loss falls", "wrong", found, "It rises: lower the learning rate, or check that labels match inputs.")
+
+
+def _norms(norms: Sequence[float], max_grad_norm: float | None) -> Iterator[Check]:
+    first, last = _ends(norms)
+    largest = max(norms)
+    found = f"{first:.3g} in the first fifth, {last:.3g} in the last, largest {largest:.3g}"
+    if largest == 0:
+        yield Check("gradient norms", "wrong", found, "All are zero: the loss does not depend on the parameters.")
+    elif last > _EXPLODES * first:
+        yield Check(
+            "gradient norms", "wrong", found, "They explode: lower the learning rate or clip (max_grad_norm=1.0)."
+        )
+    elif largest > _SPIKE * statistics.median(norms):
+        yield Check(
+            "gradient norms", "look", found, "There is a spike: look at its batch, or clip (max_grad_norm=1.0)."
+        )
+    else:
+        yield Check("gradient norms", "ok", found)
+    if max_grad_norm is not None:
+        share = sum(norm > max_grad_norm for norm in norms) / len(norms)
+        advice = (
+            "Clipping sets the step size; raise max_grad_norm, or lower the learning rate." if share > _MOSTLY else ""
+        )
+        yield Check("clipping", "look" if advice else "ok", f"{share:.0%} of the steps over {max_grad_norm:g}", advice)
+
+
+def _times(seconds: Sequence[float]) -> Check:
+    first, last = _ends(seconds[1:])  # the first step allocates, and may compile
+    found = f"{format_seconds(first)} in the first fifth, {format_seconds(last)} in the last"
+    slower = last > _SLOWER * first
+    return Check(
+        "step time", "look" if slower else "ok", found, "Steps get slower: does something grow?" if slower else ""
+    )
