@@ -258,3 +258,29 @@ def test_checks_let_good_values_pass():
     check_positive("size", 1)
     check_batch_dims(None)
     check_batch_dims({"x": 0, "mask": None})
+
+
+def test_json_of_a_loss_that_is_not_finite_is_strict_json() -> None:
+    text = bb.StepResult(loss=float("nan"), grad_norm=float("inf")).to_json()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"bare {word} in {text}")
+
+    json.loads(text, parse_constant=refuse)
+
+
+def test_plan_made_with_lists_equals_the_one_from_its_json() -> None:
+    plan = bb.Plan(micro_batch_size=4, recompute=["a", ["b", "c"]])  # pyright: ignore[reportArgumentType]
+
+    assert plan == bb.Plan.from_json(plan.to_json())
+    assert hash(plan) == hash(bb.Plan.from_json(plan.to_json()))
+
+
+def test_plan_refuses_one_name_that_is_not_in_a_tuple() -> None:
+    with pytest.raises(bb.OptionError, match="names of modules"):
+        bb.Plan(micro_batch_size=4, recompute="blocks.0")  # pyright: ignore[reportArgumentType]
+
+
+def test_text_that_is_no_json_is_refused() -> None:
+    with pytest.raises(bb.OptionError, match="no JSON"):
+        bb.Plan.from_json("{")

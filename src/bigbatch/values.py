@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -32,14 +33,17 @@ class _Json:
         """The value that ``to_json`` wrote; lists come back as tuples.
 
         Raises:
-            OptionError: A field is unknown or missing.
+            OptionError: It is no JSON, or a field is unknown or missing.
         """
-        found = json.loads(text)
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise OptionError(f"{text[:80]!r} is no JSON: {error}.") from error
         known = {spec.name for spec in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
         if not isinstance(found, dict) or not set(found) <= known:
             raise OptionError(f"{text[:80]!r} is no {cls.__name__}: its fields are {sorted(known)}.")
         try:
-            return cls(**{name: _tuples(value) for name, value in found.items()})
+            return cls(**{name: _read(value) for name, value in found.items()})
         except TypeError as error:
             raise OptionError(f"{text[:80]!r} is no {cls.__name__}: {error}.") from error
 
@@ -51,11 +55,22 @@ def _plain_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
-    return value.item() if hasattr(value, "item") else value
+    if isinstance(value, tuple):
+        return tuple(_plain(inner) for inner in value)
+    number = value.item() if hasattr(value, "item") else value
+    # JSON has no NaN, and strict readers refuse the bare word that Python writes for it.
+    return _NOT_FINITE.get(str(number), number) if isinstance(number, float) else number
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _read(inner) for name, inner in value.items()}
+    if value in _NOT_FINITE.values():
+        return float(value)
+    return tuple(_read(inner) for inner in value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,13 @@ class Plan(_Json):
             size = getattr(self, name)
             if size is not None or name == "micro_batch_size":
                 check_positive(name, size)
+        if isinstance(self.recompute, str) or not all(_is_name_or_group(entry) for entry in self.recompute):
+            raise OptionError(
+                f"recompute={self.recompute!r}; it holds names of modules and tuples of such names: "
+                f'recompute=("blocks.0", ("blocks.1", "blocks.2")).'
+            )
+        # A list would make the plan unhashable, and unequal to its own JSON.
+        object.__setattr__(self, "recompute", tuple(e if isinstance(e, str) else tuple(e) for e in self.recompute))
 
 
 @dataclass(frozen=True)
@@ -188,7 +210,9 @@ class StepOptions:
         return cls(**keywords)
 
 
-_ACCUMULATION = "Give micro_batch_size=, the samples in one forward-backward; the number of them follows from the batch."
+_ACCUMULATION = (
+    "Give micro_batch_size=, the samples in one forward-backward; how many follows from the batch."
+)
 _PEERS_WORDS = {
     "gradient_accumulation_steps": _ACCUMULATION,
     "accumulate_grad_batches": _ACCUMULATION,
@@ -211,7 +235,7 @@ _PEERS_WORDS = {
 
 def check_positive(name: str, size: object) -> None:
     """Raise ``OptionError`` unless ``size`` is a whole number of at least 1."""
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
         raise OptionError(f"{name}={size!r}; it is a whole number of at least 1.")
 
 
@@ -232,6 +256,10 @@ def check_batch_dims(batch_dims: object) -> None:
 def _check_choice(name: str, found: object, choices: tuple[str, ...]) -> None:
     if not isinstance(found, str) or found not in choices:
         raise OptionError(f"{name}={found!r}; it is one of {', '.join(map(repr, choices))}.")
+
+
+def _is_name_or_group(entry: object) -> bool:
+    return isinstance(entry, str) or (isinstance(entry, tuple | list) and all(isinstance(name, str) for name in entry))
 
 
 def _is_positive(number: object) -> bool:
