@@ -232,6 +232,22 @@ def test_moving_on_at_every_micro_batch_is_outside_the_tolerance(mistake):
         assert_same_weights(wrong.average.module, truth.average.module, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("make_optimizers", OPTIMIZERS)
+def test_one_micro_batch_is_the_plain_step_bit_for_bit(make_optimizers):
+    """Where nothing is cut there is nothing to round differently: also in float32, without any tolerance."""
+    network, loss = NETWORKS["lstm"], LOSSES["tokens"]
+    plain, ours = network.make(torch.float32), network.make(torch.float32)
+    batches = [make_batch(network, torch.float32, padded=True, seed=seed) for seed in range(NUM_STEPS)]
+    train_with_big_batches(plain, loss.plain, batches, make_optimizers(plain))
+    step = bb.Step(ours, loss.ours, tuple(make_optimizers(ours)), micro_batch_size=NUM_SAMPLES, **loss.options)
+
+    for batch in batches:
+        step(batch)
+
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+
+
 class Pair(nn.Module):
     """A generator and a discriminator."""
 
@@ -407,6 +423,26 @@ def test_fp16_by_name_skips_the_same_step():
 
     assert skips == [index == 4 for index in range(NUM_STEPS)]
     assert step.state_dict()["scaler"]["scale"] == 2.0**15
+
+
+def test_an_overflow_that_reaches_one_of_two_optimizers_stops_both():
+    """A step is one step; a GradScaler of torch alone would skip the one and move the other."""
+    torch.manual_seed(7)
+    model = nn.ModuleDict(dict(good=nn.Linear(3, 1), bad=nn.Linear(3, 1)))
+    optimizers = [torch.optim.SGD(model[name].parameters(), lr=0.1) for name in ("good", "bad")]
+    before = copy.deepcopy(model.state_dict())
+    scaler = make_scaler()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        return dict(good=model["good"](x).square().mean(), bad=model["bad"](x * 1e5).square().mean())
+
+    step = bb.Step(model, loss_fn, optimizers, micro_batch_size=2, precision=scaler)
+    result = step(torch.randn(6, 3))
+
+    assert result.skipped
+    assert step.num_steps == 0
+    assert scaler.get_scale() == 2.0**11
+    assert_identical(dict(model.state_dict()), dict(before))
 
 
 def test_bf16_autocast_is_the_loop_written_by_hand():
