@@ -219,7 +219,10 @@ def test_part_of_a_group_without_grad_mode_is_refused_and_all_of_it_is_a_plain_c
 
 
 def test_a_module_that_returns_its_input_may_be_in_a_group():
-    model, x = nn.Sequential(nn.Identity(), nn.Linear(5, 5), nn.Dropout(0.0), nn.Identity(), nn.Tanh()).double(), inputs()
+    model, x = (
+        nn.Sequential(nn.Identity(), nn.Linear(5, 5), nn.Dropout(0.0), nn.Identity(), nn.Tanh()).double(),
+        inputs(),
+    )
     expected = run(model, x)
 
     with bb.apply(plan(("0", "1", "2", "3"), "4"), model):

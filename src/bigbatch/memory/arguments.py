@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class _Slot:
 
 
 class Arguments:
-    """Positional and named arguments of a call: lists, dicts, tuples and dataclasses copied at every depth.
+    """Positional and named arguments of a call; what could be changed in them is copied at every depth.
 
     Attributes:
         tensors: The tensors in them, in order. Whoever keeps this object should empty the list.
@@ -50,7 +51,7 @@ class Arguments:
 
 
 def structural_copy(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
-    """Copy containers at every depth and pass everything else through ``leaf``.
+    """Copy lists, dicts, tuples, dataclasses and caches at every depth, and pass everything else through ``leaf``.
 
     What is one container under two names stays one, so ``memo`` maps the id of each to its copy.
     """
@@ -66,15 +67,20 @@ def structural_copy(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]
     if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_make")):
         inner = [structural_copy(inner, leaf, memo) for inner in value]
         return tuple(inner) if type(value) is tuple else value._make(inner)  # pyright: ignore[reportAttributeAccessIssue]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _copied_dataclass(value, leaf, memo)
-    return leaf(value)
-
-
-def _copied_dataclass(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    names = _attributes_to_copy(value)
+    if not names:
+        return leaf(value)
     copied = memo[id(value)] = copy.copy(value)
-    for field in dataclasses.fields(value):
-        if hasattr(value, field.name):
-            # A frozen one refuses plain assignment.
-            object.__setattr__(copied, field.name, structural_copy(getattr(value, field.name), leaf, memo))
+    for name in names:
+        # A frozen dataclass refuses plain assignment.
+        object.__setattr__(copied, name, structural_copy(getattr(value, name), leaf, memo))
     return copied
+
+
+def _attributes_to_copy(value: Any) -> list[str]:
+    """Attributes of a dataclass, or of a key-value cache of transformers, which grows as it is used."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    caches = sys.modules.get("transformers.cache_utils")
+    kinds = tuple(getattr(caches, name) for name in ("Cache", "CacheLayerMixin") if hasattr(caches, name))
+    return list(vars(value)) if kinds and isinstance(value, kinds) else []

@@ -140,7 +140,7 @@ def _plain(module: nn.Module, name: str) -> Callable[..., Any]:
 def _is_ours(module: nn.Module, name: str) -> bool:
     function = getattr(module.__dict__.get(name), "__func__", None)
     # A module that was pickled comes back with the class's own method in the place of ours.
-    return getattr(function, _OURS, False) or function is getattr(type(module), name, None)
+    return function is not None and (getattr(function, _OURS, False) or function is getattr(type(module), name))
 
 
 def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
