@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from bigbatch.batch.structure import children, holds_arrays, is_array, joined, rebuilt
+from bigbatch.batch.structure import children, hides_arrays, is_array, joined, rebuilt
 from bigbatch.errors import BatchError
 
 _NOT_DECLARED = object()
@@ -121,6 +121,8 @@ class _Survey:
         for node in self.lists:
             if len(node.value) == num_samples:
                 node.dim = 0
+            elif hides_arrays(node.value):
+                _refuse_what_hides_tensors(node.value, node.path)
 
     def _visit_array(self, node: _Node, dim: Any) -> None:
         array, path = node.value, node.path
@@ -185,10 +187,12 @@ _SPLIT = "Give split=, a function split(batch, micro_batch_size) returning the m
 
 
 def _refuse_what_hides_tensors(value: Any, path: str) -> None:
-    hidden = isinstance(value, PackedSequence) or any(
-        holds_arrays(inner) for inner in getattr(value, "__dict__", {}).values()
-    )
-    if hidden and not isinstance(value, torch.nn.Module):
+    if isinstance(value, Iterator):
+        raise BatchError(
+            f"{_shown(path)} is a {type(value).__name__}, which the first micro-batch would use up. Make a list or a "
+            f"tensor of it, or give split=. If it is to be handed on as it is: batch_dims={{{path!r}: None}}."
+        )
+    if hides_arrays(value):
         raise BatchError(
             f"{_shown(path)} is a {type(value).__name__} with tensors inside, which cannot be cut here. {_SPLIT} "
             f"If all samples share it: batch_dims={{{path!r}: None}}."

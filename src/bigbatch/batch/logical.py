@@ -101,12 +101,28 @@ def _collated(
 ) -> list[tuple[Any, int]] | None:
     if options.collate is None:
         return None
+    _check_list_of_samples(batch)
+    sizes = micro_batch_sizes(len(batch), micro_batch_size or len(batch), smallest)
+    return [(options.collate(list(batch[start : start + length])), length) for start, length in spans(sizes)]
+
+
+def _check_list_of_samples(batch: Any) -> None:
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
         raise BatchError(f"With collate= a batch is a list of samples, but this is a {type(batch).__name__}.")
     if not batch:
         raise BatchError("The batch is empty: a list of 0 samples.")
-    sizes = micro_batch_sizes(len(batch), micro_batch_size or len(batch), smallest)
-    return [(options.collate(list(batch[start : start + length])), length) for start, length in spans(sizes)]
+
+
+def num_samples_of(batch: Any, options: StepOptions) -> int:
+    """Samples in a batch that is not cut yet.
+
+    Raises:
+        BatchError: It has none, or they cannot be counted.
+    """
+    if options.collate is None:
+        return lay_out(batch, options.batch_dims).num_samples
+    _check_list_of_samples(batch)
+    return len(batch)
 
 
 def _split(batch: Any, micro_batch_size: int | None, options: StepOptions) -> LogicalBatch:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+_PLAIN = (str, bytes, int, float, complex, range, type, torch.nn.Module, torch.dtype, torch.device)
 
 
 def is_array(value: object) -> bool:
@@ -43,6 +45,17 @@ def holds_arrays(value: Any) -> bool:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return any(holds_arrays(inner) for inner in value)
     return any(holds_arrays(inner) for _, inner in children(value) or ())
+
+
+def hides_arrays(value: Any, depth: int = 4) -> bool:
+    """Whether a tensor is inside an object that is no container here: among its attributes, or in a set or deque."""
+    if holds_arrays(value):
+        return True
+    if depth == 0 or value is None or isinstance(value, _PLAIN):
+        return False
+    slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    inside = [*getattr(value, "__dict__", {}).values(), *slots, *(value if isinstance(value, Collection) else ())]
+    return any(hides_arrays(inner, depth - 1) for inner in inside)
 
 
 def rebuilt(value: Any, contents: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bigbatch.batch.cutting import lay_out
-from bigbatch.batch.logical import LogicalBatch
+from bigbatch.batch.logical import LogicalBatch, num_samples_of
 from bigbatch.batch.structure import is_array, mapped
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.memory.measure import count_peak_bytes
@@ -78,23 +78,36 @@ def _bytes_or_more(peak: float) -> str:
 
 def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
     """A plan whose measured peak is inside the budget; see ``Step.fit``."""
-    if isinstance(batch, LogicalBatch) or step.options.split is not None:
-        raise OptionError(
-            "A batch that is cut already has its micro-batch size, so there is none to choose. Leave memory_budget out."
-        )
-    num_samples = len(batch) if step.options.collate else lay_out(batch, step.options.batch_dims).num_samples
+    check_can_be_cut(step, batch)
+    num_samples = num_samples_of(batch, step.options)
     smallest = min(step.accumulator.smallest_micro_batch, num_samples)
     sizes = {math.ceil(num_samples / steps) for steps in range(1, num_samples + 1)}
     candidates = sorted(size for size in sizes if size >= smallest)
-    if step.micro_batch_size is not None:
-        candidates = [min(step.micro_batch_size, num_samples)]
+    if step.wanted_micro_batch_size is not None:
+        candidates = [min(step.wanted_micro_batch_size, num_samples)]
     size, peak_bytes = largest_that_fits(candidates, lambda n: _peak_or_infinite(step, batch, n), budget_bytes)
     return Plan(
-        micro_batch_size=size,
+        micro_batch_size=step.wanted_micro_batch_size or size,
         accumulation_steps=math.ceil(num_samples / size),
         peak_bytes=peak_bytes,
         budget_bytes=budget_bytes,
     )
+
+
+def check_can_be_cut(step: Step, batch: Any) -> None:
+    """Raise ``OptionError`` when the micro-batch size is not ours to choose."""
+    if isinstance(batch, LogicalBatch) or step.options.split is not None:
+        raise OptionError(
+            "A batch that is cut already has its micro-batch size, so there is none to choose. Leave memory_budget out."
+        )
+
+
+def may_fit_more(plan: Plan, step: Step, batch: Any) -> bool:
+    """Whether the plan says "all of the batch" of a batch that was smaller than this one."""
+    if plan.accumulation_steps != 1 or step.wanted_micro_batch_size is not None:
+        return False
+    check_can_be_cut(step, batch)
+    return num_samples_of(batch, step.options) > plan.micro_batch_size
 
 
 def _peak_or_infinite(step: Step, batch: Any, micro_batch_size: int) -> float:

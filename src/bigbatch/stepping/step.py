@@ -52,6 +52,7 @@ class Step:
 
     Attributes:
         micro_batch_size: Samples in one forward-backward; None: the whole batch, or not found yet.
+        wanted_micro_batch_size: As given.
         plan: The plan that was given or found.
         num_steps: Optimizer steps done; skipped ones do not count.
         num_skipped: Steps that were skipped.
@@ -85,6 +86,7 @@ class Step:
                 check_positive(name, size)
         self.batch_size = batch_size
         self.budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
+        self.wanted_micro_batch_size = micro_batch_size
         self.micro_batch_size = plan.micro_batch_size if plan else micro_batch_size
         self.plan = plan
         self.num_steps = 0
@@ -114,11 +116,11 @@ class Step:
             LossError: What ``loss_fn`` returned is no loss, or nothing in the batch counts.
             GradientError: ``.grad`` is set before the step, or an optimizer runs inside backward.
             NonFiniteError: A loss or gradient is NaN or infinite, and ``on_non_finite`` does not skip it.
-            BudgetError: At the first batch: not even the smallest micro-batch fits.
+            BudgetError: At the first batch, or a larger one: not even the smallest micro-batch fits.
 
         After any of them, model, optimizer and random numbers are as before.
         """
-        if self.budget_bytes is not None and self.plan is None:
+        if self.budget_bytes is not None and (self.plan is None or sizing.may_fit_more(self.plan, self, batch)):
             self.fit(batch)
         named = self.named_parameters()
         result = self.attempt(batch, self.micro_batch_size, named)
