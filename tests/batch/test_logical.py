@@ -285,7 +285,9 @@ def test_a_weight_by_term():
 def test_a_weight_that_does_not_match_is_refused_and_nothing_moved(kind, weight):
     model = make_model()
 
-    with pytest.raises(bb.LossError, match=r"add up to 10, but .* is |LogicalBatch.weight has weights for"):
+    with pytest.raises(
+        bb.LossError, match=r"add up to 10, but .* is |LogicalBatch.weight has weights for|is -10; a weight"
+    ):
         bb.accumulate(model, loss_fn, bb.LogicalBatch(kind(cut_at(4)), weight=weight))
 
     assert gradients(model) == {"weight": None, "bias": None}

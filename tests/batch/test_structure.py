@@ -239,7 +239,6 @@ def test_paths_are_dotted():
         torch.arange(2),
         torch.tensor(1.0),
         np.arange(2),
-        np.float64(1.0),
         [torch.arange(2)],
         [["a"], [{"deep": Plain(torch.arange(2))}]],
         {"a": {"b": np.arange(2)}},
@@ -253,7 +252,9 @@ def test_arrays_are_found_wherever_they_are(value):
     assert holds_arrays(value)
 
 
-@pytest.mark.parametrize("value", [None, "a", [1, 2], {"a": "b"}, Counter("aab"), Plain("a"), np.dtype("f4"), np.sum])
+@pytest.mark.parametrize(
+    "value", [None, "a", [1, 2], {"a": "b"}, Counter("aab"), Plain("a"), np.dtype("f4"), np.sum, np.float64(1.0)]
+)
 def test_nothing_else_is_taken_for_an_array(value):
     assert not holds_arrays(value)
 

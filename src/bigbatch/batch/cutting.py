@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from bigbatch.batch.structure import children, hides_arrays, is_array, joined, rebuilt
+from bigbatch.batch.structure import UNSET, beside, children, hides_arrays, is_array, joined, rebuilt
 from bigbatch.errors import BatchError
 
 _NOT_DECLARED = object()
@@ -101,6 +101,8 @@ class _Survey:
 
     def visit(self, value: Any, path: str) -> _Node:
         node = _Node(value, path)
+        if path in self.seen:
+            raise BatchError(f"The batch has two values with the path {path!r}. Rename one of the keys.")
         self.seen.add(path)
         dim = self.declared.get(path, _NOT_DECLARED)
         if dim is None:
@@ -110,6 +112,7 @@ class _Survey:
         elif dim is not _NOT_DECLARED:
             self._visit_declared(node, dim)
         elif (inside := children(value)) is not None:
+            _check_can_be_rebuilt(value, path, [inner for _, inner in inside])
             node.inside = [self.visit(inner, joined(path, name)) for name, inner in inside]
         elif isinstance(value, list | tuple) and not isinstance(value, PackedSequence):
             self.lists.append(node)
@@ -184,6 +187,27 @@ class _Survey:
 
 
 _SPLIT = "Give split=, a function split(batch, micro_batch_size) returning the micro-batches, or pass a LogicalBatch."
+
+
+def _check_can_be_rebuilt(value: Any, path: str, contents: list[Any]) -> None:
+    """Raise ``BatchError`` for a container of which there cannot be another with the rows of a micro-batch."""
+    if type(value) in (dict, list, tuple):
+        return
+    if unset := [name for name, inner in children(value) or () if inner is UNSET]:
+        raise BatchError(f"{_shown(path)} is a {type(value).__name__} whose field {unset[0]!r} was never set; set it.")
+    if left := sorted(beside(value)):
+        raise BatchError(
+            f"{_shown(path)} is a {type(value).__name__} with tensors in {left} beside its contents, which would stay "
+            f"whole beside the rows of a micro-batch. Make them fields. {_SPLIT}"
+        )
+    try:
+        again = [inner for _, inner in children(rebuilt(value, contents)) or ()]
+    except Exception as error:
+        raise BatchError(
+            f"No second {type(value).__name__} can be made for {_shown(path)}: {error}. {_SPLIT}"
+        ) from error
+    if len(again) != len(contents) or any(a is not b for a, b in zip(again, contents, strict=True)):
+        raise BatchError(f"A second {type(value).__name__} for {_shown(path)} has other contents. {_SPLIT}")
 
 
 def _refuse_what_hides_tensors(value: Any, path: str) -> None:

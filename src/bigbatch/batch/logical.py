@@ -6,10 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from bigbatch.batch.cutting import lay_out, micro_batch_sizes, spans
-from bigbatch.batch.weighing import Weigher, Weights
-from bigbatch.errors import BatchError, LossError
+from bigbatch.batch.weighing import Weigher, Weights, checked_weight
+from bigbatch.errors import ArgumentError, BatchError, LossError
 from bigbatch.values import StepOptions
+
+_NO_LISTS = (torch.Tensor, str, bytes, Mapping)
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,15 @@ class LogicalBatch:
 
     micro_batches: Iterable[Any]
     weight: float | Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.micro_batches, Iterable) or isinstance(self.micro_batches, _NO_LISTS):
+            raise ArgumentError(
+                f"LogicalBatch was given a {type(self.micro_batches).__name__}; it takes a list or an iterator of "
+                f"micro-batches: LogicalBatch([first, second])."
+            )
+        for weight in (self.total_weights or {}).values():
+            checked_weight(weight, "LogicalBatch.weight is {}")
 
     @property
     def total_weights(self) -> Weights | None:
@@ -129,7 +142,7 @@ def _split(batch: Any, micro_batch_size: int | None, options: StepOptions) -> Lo
     if micro_batch_size is None:
         raise BatchError("split= cuts a batch into micro-batches of micro_batch_size samples; give micro_batch_size=.")
     found = options.split(batch, micro_batch_size)  # pyright: ignore[reportOptionalCall]
-    if not isinstance(found, LogicalBatch | Iterable) or isinstance(found, str | Mapping):
+    if not isinstance(found, LogicalBatch | Iterable) or isinstance(found, _NO_LISTS):
         raise BatchError(
             f"split returned a {type(found).__name__}; it returns a list of micro-batches or a LogicalBatch."
         )

@@ -51,7 +51,11 @@ class _Mover:
             return mapped(self._moved, micro_batch)
 
     def _moved(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.device == self.device:
+        if not isinstance(value, torch.Tensor):
+            # What a split of the user's makes, such as a PackedSequence, knows how to move.
+            can_move = callable(getattr(value, "to", None)) and not isinstance(value, torch.nn.Module | type)
+            return value.to(self.device, non_blocking=True) if can_move else value
+        if value.device == self.device:
             return value
         # Only a copy from pinned memory runs beside the host and the kernels.
         pinned = value.pin_memory() if self.stream is not None and not value.is_pinned() else value

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
+from collections import UserDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+UNSET = object()
+"""In the place of a field of a dataclass that was never set."""
+
 _PLAIN = (str, bytes, int, float, complex, range, type, torch.nn.Module, torch.dtype, torch.device)
 
 
 def is_array(value: object) -> bool:
     """Whether it is a tensor or a NumPy array, the things that have a dimension of samples."""
-    # NumPy is not imported for this: a batch that holds an array has imported it.
-    return isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "ndim"))
+    if isinstance(value, torch.Tensor):
+        return True
+    numpy = sys.modules.get("numpy")  # not imported for this: a batch that holds an array has imported it
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def children(value: Any) -> list[tuple[str, Any]] | None:
@@ -34,8 +41,18 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, list | tuple):
         return [(str(i), inner) for i, inner in enumerate(value)] if holds_arrays(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(spec.name, getattr(value, spec.name)) for spec in dataclasses.fields(value)]
+        return [(spec.name, getattr(value, spec.name, UNSET)) for spec in dataclasses.fields(value)]
     return None
+
+
+def beside(value: Any) -> dict[str, Any]:
+    """Attributes of a container that are not its contents, and hold tensors all the same."""
+    own = set() if isinstance(value, Mapping) else {name for name, _ in children(value) or ()}
+    if isinstance(value, UserDict):
+        own.add("data")
+    contents = [id(inner) for _, inner in children(value) or ()]
+    attributes = getattr(value, "__dict__", {})
+    return {name: v for name, v in attributes.items() if name not in own and id(v) not in contents and hides_arrays(v)}
 
 
 def holds_arrays(value: Any) -> bool:
@@ -63,9 +80,14 @@ def rebuilt(value: Any, contents: Sequence[Any]) -> Any:
     if isinstance(value, Mapping):
         return _rebuilt_mapping(value, contents)
     if isinstance(value, tuple):
-        return type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
+        # Of a namedtuple, _make: its constructor may take something else than the fields.
+        return value._make(contents) if hasattr(value, "_fields") else type(value)(contents)  # pyright: ignore
     if isinstance(value, list):
-        return type(value)(contents)
+        if type(value) is list:
+            return list(contents)
+        new = copy.copy(value)
+        new[:] = contents
+        return new
     # Not dataclasses.replace: it calls __init__, which fails on fields with init=False and repeats __post_init__.
     new = copy.copy(value)
     for spec, inner in zip(dataclasses.fields(value), contents, strict=True):

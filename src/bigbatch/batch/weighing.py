@@ -61,7 +61,7 @@ def _weigh(term: str | None, spec: Any) -> _Weigh:
     if spec == "tokens":
         return lambda micro_batch, num_samples: (labels_of(micro_batch) != IGNORED).sum()
     if spec == "next_tokens":
-        return lambda micro_batch, num_samples: (labels_of(micro_batch)[:, 1:] != IGNORED).sum()
+        return lambda micro_batch, num_samples: (_next_labels_of(micro_batch) != IGNORED).sum()
     if callable(spec):
         return lambda micro_batch, num_samples: spec(micro_batch)
     of_term = f" of the term {term!r}" if term is not None else ""
@@ -75,10 +75,9 @@ def _on_host(rows: list[list[Any]]) -> list[list[Any]]:
     """The same rows with tensors read, all in one go: each separate read would make the host wait for the device."""
     tensors = [number for row in rows for number in row if isinstance(number, torch.Tensor)]
     for tensor in tensors:
-        if tensor.numel() != 1:
-            raise LossError(
-                f"weight returned a tensor of shape {tuple(tensor.shape)}; it is one number per micro-batch."
-            )
+        if tensor.numel() != 1 or tensor.is_complex():
+            what = str(tensor) if tensor.numel() == 1 else f"a tensor of shape {tuple(tensor.shape)}"
+            raise LossError(f"weight returned {what}; it is one number per micro-batch.")
     if not tensors:
         return rows
     read = iter(torch.stack([tensor.detach().reshape(()).double() for tensor in tensors]).tolist())
@@ -86,14 +85,30 @@ def _on_host(rows: list[list[Any]]) -> list[list[Any]]:
 
 
 def _checked(number: Any, term: str | None) -> float:
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        if not hasattr(number, "__float__") or isinstance(number, str):
-            raise LossError(f"weight returned {number!r} ({type(number).__name__}); it is one number per micro-batch.")
-        number = float(number)
-    if not math.isfinite(number) or number < 0:
-        of_term = f" for the term {term!r}" if term is not None else ""
-        raise LossError(f"weight returned {number}{of_term}; a weight is finite and not negative.")
-    return number
+    of_term = f" for the term {term!r}" if term is not None else ""
+    return checked_weight(number, f"weight returned {{}}{of_term}")
+
+
+def checked_weight(number: Any, found: str) -> float:
+    """The number as a weight.
+
+    Args:
+        number: What should be one.
+        found: What to say of it, with braces in the place of the number.
+
+    Raises:
+        LossError: It is no number, negative or not finite.
+    """
+    try:
+        weight = number if type(number) in (int, float) else float(number)
+    except (TypeError, ValueError):
+        weight = None
+    if weight is None or isinstance(number, str):
+        kind = f"{number!r} ({type(number).__name__})"
+        raise LossError(f"{found.format(kind)}; it is one number per micro-batch.")
+    if not math.isfinite(weight) or weight < 0:
+        raise LossError(f"{found.format(weight)}; a weight is finite and not negative.")
+    return weight
 
 
 def labels_of(micro_batch: Any) -> torch.Tensor:
@@ -106,10 +121,26 @@ def labels_of(micro_batch: Any) -> torch.Tensor:
     if len(found) != 1 or not isinstance(next(iter(found.values())), torch.Tensor):
         raise BatchError(
             f'weight="tokens" and "next_tokens" count the entries that are not {IGNORED} in the one tensor named '
-            f"'labels', but the batch has {sorted(found) or 'none'}. Name the targets 'labels' in a dict, namedtuple "
+            f"'labels', but the batch has {_kinds(found)}. Name the targets 'labels' in a dict, namedtuple "
             f"or dataclass, or give a function: weight=lambda micro_batch: (micro_batch[1] != {IGNORED}).sum()."
         )
     return next(iter(found.values()))
+
+
+def _kinds(found: dict[str, Any]) -> str:
+    if len(found) == 1:
+        return ", ".join(f"{path!r}, a {type(value).__name__}" for path, value in found.items())
+    return str(sorted(found)) if found else "none"
+
+
+def _next_labels_of(micro_batch: Any) -> torch.Tensor:
+    labels = labels_of(micro_batch)
+    if labels.dim() < 2:
+        raise BatchError(
+            f'weight="next_tokens" counts labels[:, 1:], but labels has shape {tuple(labels.shape)}; it is (samples, '
+            f'tokens). For labels that are not shifted inside the model write weight="tokens".'
+        )
+    return labels[:, 1:]
 
 
 def _labels(value: Any, path: str) -> dict[str, Any]:
