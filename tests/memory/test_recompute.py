@@ -343,6 +343,21 @@ def test_another_state_that_changes_is_refused():
         model(torch.randn(2, 4)).sum().backward()  # it changes in training only
 
 
+def test_parameters_put_in_for_a_call_are_refused_in_a_module_and_right_in_a_function():
+    model, x = block(4).double(), x64(3, 4)
+    other = {name: x64(*p.shape, requires_grad=True) for name, p in model.named_parameters()}
+
+    def call(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, x)
+
+    expected = torch.autograd.grad(call(other, x).sum(), list(other.values()))
+    found = torch.autograd.grad(bb.recompute(call)(other, x).sum(), list(other.values()))
+
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with bb.apply(plan("0"), model), pytest.raises(bb.RecomputeError, match=r"functional_call put in 'weight'"):
+        call(other, x)
+
+
 @pytest.mark.parametrize("frozen", ["nothing", "first block", "all but the last"])
 def test_blocks_whose_input_or_weights_need_no_gradient(frozen):
     model, x = nn.Sequential(block(), block(), nn.Linear(6, 1)).double(), x64(5, 6)

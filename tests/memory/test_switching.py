@@ -302,7 +302,6 @@ WRONG = [
     ((("blocks.3", "seq.0"),), r"no group"),
     ((("embed", "seq"),), r"no group: .*, and these are in a Net"),
     (((),), r"an empty group"),
-    (("embed", 3), r"recompute=\('embed', 3\); it is a tuple of names"),
 ]
 
 
@@ -325,11 +324,6 @@ def test_a_refused_plan_leaves_the_one_before():
         bb.apply(plan("1", "x"), model)
 
     assert num_runs(model) == [2, 1, 1]
-
-
-def test_a_text_instead_of_a_tuple_is_refused():
-    with pytest.raises(bb.BigBatchError, match=r"a tuple of names"):
-        bb.apply(bb.Plan(micro_batch_size=1, recompute="embed"), Net())
 
 
 def test_arguments_in_the_wrong_order_are_refused():

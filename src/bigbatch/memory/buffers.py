@@ -61,6 +61,24 @@ def _hook_for_this_thread(visit: Callable[[nn.Module], None]) -> Any:
     return nn.modules.module.register_module_forward_pre_hook(before_forward)
 
 
+def check_own_parameters(modules: Sequence[nn.Module]) -> None:
+    """Raise if a module of these is called with parameters that were put in for this call only.
+
+    Raises:
+        RecomputeError: Names the module and the parameter.
+    """
+    for module in modules:
+        for path, owner in module.named_modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None and not isinstance(parameter, nn.Parameter):
+                    raise RecomputeError(
+                        f"{type(module).__name__} is called with other parameters than its own (functional_call put in "
+                        f"{'.'.join(filter(None, (path, name)))!r}). Backward would run it again with its own, and the "
+                        f"gradient would be another one. Recompute a function that calls functional_call instead: "
+                        f"bb.recompute(lambda p, x: functional_call(module, p, x))(parameters, x)."
+                    )
+
+
 @contextlib.contextmanager
 def no_other_changes(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Raise if a module of these changes a buffer in the block, other than running statistics.

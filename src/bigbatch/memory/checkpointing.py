@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch.memory.arguments import Arguments
-from bigbatch.memory.buffers import no_other_changes, statistics_set_aside
+from bigbatch.memory.buffers import check_own_parameters, no_other_changes, statistics_set_aside
 
 
 def run_recomputed(
@@ -33,7 +33,8 @@ def run_recomputed(
         modules: All modules that ``function`` runs; None: not known.
 
     Raises:
-        RecomputeError: One of the modules changes a buffer in a way that a second run would repeat.
+        RecomputeError: One of the modules changes a buffer in a way that a second run would repeat, or runs with
+            parameters that it will not have in the second run.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -76,6 +77,7 @@ class _Call:
         if self._given is not None:
             # The first run changes what the caller gave. Afterwards nothing of that may stay alive in here.
             (args, kwargs), self._given = self._given, None
+            check_own_parameters(self._modules or ())
             with no_other_changes(self._modules or ()):
                 return self._function(*args, **kwargs)
         args, kwargs = self.arguments.rebuild(tensors)

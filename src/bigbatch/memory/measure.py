@@ -39,7 +39,9 @@ class LiveBytes(TorchDispatchMode):
 
     A storage is counted from the first operation that returns or takes it until it is freed; ``track`` counts what
     exists already. Views cost nothing, and a storage that grows or shrinks is counted with its new size when it is
-    next seen. What one kernel needs only while it runs (its workspace) is not seen.
+    next seen. Not seen is what never passes through an operation: what one kernel needs only while it runs (its
+    workspace), and states of random generators (5 kB for each recomputed region). ``torch.compile`` steps back while
+    such a mode is active, so a compiled model is counted as it runs without the compiler.
 
     >>> with LiveBytes() as live:
     ...     x = torch.zeros(1000, dtype=torch.float64)

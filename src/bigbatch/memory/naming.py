@@ -43,8 +43,6 @@ def resolve(root: nn.Module, names: Names) -> list[dict[str, nn.Module]]:
     Raises:
         RecomputeError: A name is unknown, twice, or inside another; or neighbours are none.
     """
-    if isinstance(names, str) or not all(isinstance(name, str | tuple | list) for name in names):
-        raise RecomputeError(f"recompute={names!r}; it is a tuple of names and of groups of names: ('a', ('b', 'c')).")
     known = _known(root)
     entries = []
     for name in names:
