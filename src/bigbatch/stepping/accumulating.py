@@ -74,6 +74,11 @@ class Accumulator:
         model: Passed to ``loss_fn``.
         loss_fn: ``loss_fn(model, micro_batch)``; see ``accumulate``.
         options: Those of a step.
+
+    Attributes:
+        device: Where the first parameter of the model is.
+        precision: Autocast and loss scaling.
+        on_micro_batch: See ``Step``.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], options: StepOptions):
@@ -82,6 +87,7 @@ class Accumulator:
         self.model = model
         self.loss_fn = loss_fn
         self.options = options
+        self.device = _device_of(model)
         self.precision = Precision(options.precision, self.device.type)
         self.on_micro_batch: OnMicroBatch | None = None
         self._weigher = Weigher(options.weight)
@@ -93,12 +99,6 @@ class Accumulator:
         self._generators = Generators(self.device)
         self._coefficients = Coefficients()
         self._first = True
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is; that of its first parameter."""
-        first = next(self.model.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
 
     def micro_batches(self, batch: Any, micro_batch_size: int | None) -> list[Any]:
         """What ``loss_fn`` would get."""
@@ -134,6 +134,7 @@ class Accumulator:
             only_these: Compute no other gradients.
         """
         check_one_process()
+        self.device = _device_of(self.model)  # a model may be moved between two steps
         pieces = self._pieces_or_nothing(batch, micro_batch_size)
         self._generators = Generators(self.device)
         if self._statistics:
@@ -368,6 +369,11 @@ def _say_where(error: Exception, sizes: list[int], count: int | None) -> None:
             f'least 2, or batch_norm="frozen". Torch says: {error}'
         ) from error
     error.add_note(f"In {place}.")
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _shape_of(piece: Piece) -> Any:
