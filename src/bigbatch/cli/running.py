@@ -87,17 +87,12 @@ def check(wanted: Wanted, *, num_steps: int) -> bool:
 def train(wanted: Wanted, *, run_dir: Path | None, tensorboard: bool, compare: bool) -> bool:
     """Train, save, print, and compare when asked; False when a comparison is out of its bounds."""
     device, task = wanted.prepare(), wanted.found()
+    run = Run(task, device=device, memory_budget=wanted.memory_budget, micro_batch_size=wanted.micro_batch_size)
+    # Only now that all of it is built: a task that cannot be leaves no empty folder behind.
     folder = make_run_dir(run_dir, task.name)
-    listeners: list[Listener] = [_display(device), JsonLog(folder / "log.jsonl")]
     if tensorboard:
-        listeners.append(TensorBoardLog(folder / "tensorboard"))
-    run = Run(
-        task,
-        device=device,
-        memory_budget=wanted.memory_budget,
-        micro_batch_size=wanted.micro_batch_size,
-        listeners=listeners,
-    )
+        run.listeners.append(TensorBoardLog(folder / "tensorboard"))
+    run.listeners += [_display(device), JsonLog(folder / "log.jsonl")]
     result = run.train()
     files = save_result(folder, result, run.parts.model, run.parts.options.ema)
     _say()

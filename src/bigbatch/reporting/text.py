@@ -26,8 +26,8 @@ def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1) -> str:
     """
     total = sum(micro_batch_sizes) * num_ranks
     line = f"{max(micro_batch_sizes)} × {len(micro_batch_sizes)} × {num_ranks} = {total}"
-    for size, same in list(groupby(micro_batch_sizes))[1:]:
-        count = len(list(same))
+    runs = [(size, len(list(same))) for size, same in groupby(micro_batch_sizes)]
+    for size, count in runs[1:]:
         line += f", the last holds {size}" if count == 1 else f", the last {count} hold {size}"
     return line
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ Norm = Literal["batch", "group", "layer"]
 
 _WIDTH = 48
 _LEARNING_RATE = 5e-3
+_DISTORTION = torch.tensor([math.radians(12), 0.1, 0.1, 1 / 4, 1 / 4])  # a quarter of the way from middle to edge
 
 
 def digits(norm: Norm = "batch") -> Task:
@@ -94,13 +96,13 @@ def _norm(norm: Norm, num_channels: int) -> nn.Module:
 
 
 class Digits(Dataset[tuple[torch.Tensor, int]]):
-    """Half of the images for training, shifted by up to one pixel each time they are seen, and half for the test.
+    """Half of the images for training, a little turned, sheared, scaled and shifted each time; half for the test.
 
     Half, and not the usual fifth: one image of 360 is 0.28 points of accuracy, too coarse to tell whether two runs
     differ by half a point.
 
     Args:
-        train: The half for training; otherwise the one for the test, which is not shifted.
+        train: The half for training; otherwise the one for the test, which is left as it is.
     """
 
     def __init__(self, *, train: bool):
@@ -111,11 +113,23 @@ class Digits(Dataset[tuple[torch.Tensor, int]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = self.images[index]
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        """Images, each ``(1, 8, 8)``, and their digits; all at once, because one by one takes longer than training."""
+        images = self.images[indices]
         if self.train:
-            top, left = torch.randint(3, (2,)).tolist()
-            image = F.pad(image, (1, 1, 1, 1))[:, top : top + 8, left : left + 8]
-        return image, self.labels[index]
+            images = _distorted(images)
+        return [(image, self.labels[index]) for image, index in zip(images, indices, strict=True)]
+
+
+def _distorted(images: torch.Tensor) -> torch.Tensor:
+    """Turned by up to 12 degrees, scaled and sheared by a tenth, shifted by one of eight pixels; ``(n, 1, 8, 8)``."""
+    angle, scale, shear, right, down = (torch.rand(5, len(images)) * 2 - 1) * _DISTORTION[:, None]
+    cos, sin = (1 + scale) * angle.cos(), (1 + scale) * angle.sin()
+    maps = torch.stack([torch.stack([cos, shear - sin, right], 1), torch.stack([sin, cos, down], 1)], 1)
+    grid = F.affine_grid(maps, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, align_corners=False)
 
 
 _Half = tuple[torch.Tensor, list[int]]
@@ -145,7 +159,7 @@ def _images(pixels: Any) -> torch.Tensor:
 
 def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
     images, labels = batch
-    return F.cross_entropy(model(images), labels)
+    return F.cross_entropy(model(images), labels, label_smoothing=0.1)
 
 
 def _evaluate(model: nn.Module, batch: Any) -> Metrics:

@@ -8,7 +8,6 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -32,13 +31,15 @@ def find_task(name: str, **variant: Any) -> Task:
         TaskError: There is no such task, its file cannot be run, or it does not take that variant.
     """
     found, label = _found(name)
-    if isinstance(found, Task) and not variant:
-        return _named(found, label)
-    if isinstance(found, Task) or not takes(found, *variant):
+    if variant and not _takes(found, *variant):
         options = " and ".join(f"{key}={value!r}" for key, value in variant.items())
-        with_it = [name for name in BUILT_IN if takes(_found(name)[0], *variant)]
-        hint = f"of the built-in tasks {with_it} does" if with_it else "no built-in task does"
-        raise TaskError(f"The task {name!r} has no variant {options}: it must be a function that takes it; {hint}.")
+        with_it = [other for other in BUILT_IN if has_variant(other, *variant)]
+        hint = f"; the built-in {' and '.join(with_it)} can be given that" if with_it else ""
+        raise TaskError(f"The task {name!r} has no variant {options}: it is no function with such an argument{hint}.")
+    if isinstance(found, Task):
+        return _named(found, label)
+    if not _takes(found, *variant):
+        raise TaskError(f"{name}() cannot be called without arguments; give them defaults, or wrap it in a function.")
     made = found(**variant)
     if not isinstance(made, Task):
         raise TaskError(f"{name}() returned a {type(made).__name__}; it must return a bigbatch.Task(...).")
@@ -46,15 +47,16 @@ def find_task(name: str, **variant: Any) -> Task:
 
 
 def has_variant(name: str, *arguments: str) -> bool:
-    """Whether the task of that name is a function that takes these arguments."""
-    found, _ = _found(name)
-    return not isinstance(found, Task) and takes(found, *arguments)
+    """Whether the task of that name is made by a function that takes these arguments."""
+    return _takes(_found(name)[0], *arguments)
 
 
-def takes(function: Callable[..., Any], *arguments: str) -> bool:
+def _takes(found: Any, *arguments: str) -> bool:
     """Whether it can be called with these keywords and nothing else."""
+    if isinstance(found, Task):
+        return False
     try:
-        inspect.signature(function).bind(**dict.fromkeys(arguments))
+        inspect.signature(found).bind(**dict.fromkeys(arguments))
     except TypeError:
         return False
     return True
@@ -70,7 +72,7 @@ def _found(name: str) -> tuple[Any, str]:
             f"There is no task {name!r}. The built-in ones are {', '.join(BUILT_IN)}; one of your own is written as "
             f"file.py:name."
         )
-    module = _run_file(Path(path))
+    module = _run_file(Path(path), Path(path).resolve())
     if not hasattr(module, attribute):
         raise TaskError(f"{path} has no {attribute!r}; {_tasks_in(module, path)}.")
     found = getattr(module, attribute)
@@ -92,16 +94,16 @@ def _named(task: Task, label: str) -> Task:
 
 
 @cache
-def _run_file(path: Path) -> ModuleType:
+def _run_file(path: Path, resolved: Path) -> ModuleType:
     if not path.is_file():
         raise TaskError(f"There is no file {str(path)!r}; write its path as seen from {str(Path.cwd())!r}.")
     # By its own name workers that load data find its classes, unless something else has that name already.
     name = path.stem if path.stem not in sys.modules else f"bigbatch_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    spec = importlib.util.spec_from_file_location(name, resolved)
     assert spec is not None  # the name ends with .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # as for a script: its neighbours can be imported
+    sys.path.insert(0, str(resolved.parent))  # as for a script: its neighbours can be imported
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -109,14 +111,12 @@ def _run_file(path: Path) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, BigBatchError) or not isinstance(error, Exception):
             raise
-        raise TaskError(f"{path} cannot be run: {_placed(error, path)}.") from error
+        raise TaskError(f"{path} cannot be run: {_placed(error, resolved)}.") from error
     return module
 
 
 def _placed(error: Exception, path: Path) -> str:
     """What happened, and in which line of the file."""
     what = f"{type(error).__name__}: {error}"
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path.resolve())
-    ]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return what if isinstance(error, SyntaxError) or not lines else f"{what} (line {lines[-1]})"

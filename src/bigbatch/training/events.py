@@ -8,6 +8,9 @@ from typing import Any
 
 from bigbatch.values import Exactness, Plan, StepResult
 
+WEAKEST_LAST: tuple[Exactness, ...] = ("exact", "same in distribution", "approximate")
+"""A run is as exact as its weakest step: a rest that fits into one micro-batch is exact whatever the model."""
+
 
 @dataclass(frozen=True)
 class RunInfo:
@@ -118,7 +121,7 @@ class RunResult:
         micro_batch_sizes: Samples in each micro-batch of the first step, in order.
         num_steps: Optimizer steps, with those that were skipped.
         num_skipped: Steps that moved nothing.
-        exactness: How far "equals the big batch" holds, of the last step.
+        exactness: How far "equals the big batch" holds: the weakest of all steps.
         loss: Mean loss of the last epoch, as in ``EpochRecord``.
         metrics: Results of the last evaluation.
         budget_bytes: The memory budget, or None.

@@ -1,4 +1,4 @@
-"""A run: one ``Step`` over epochs of logical batches, and evaluations between them. It prints nothing: others listen."""
+"""A run: one ``Step`` over epochs of logical batches, and evaluations between. It prints nothing: others listen."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bigbatch.stepping.step import Step
 from bigbatch.training.building import build
 from bigbatch.training.data import eval_loader, train_loader
 from bigbatch.training.evaluating import evaluate
-from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
+from bigbatch.training.events import WEAKEST_LAST, EpochRecord, Listener, RunInfo, RunResult, StepRecord
 from bigbatch.training.task import Task
-from bigbatch.values import StepResult
+from bigbatch.values import Exactness, StepResult
 
 
 class Run:
@@ -36,7 +36,7 @@ class Run:
             the first batch.
         micro_batch_size: Samples in one forward-backward, at most; with a budget, the only size that is tried. With
             neither, a batch is run at once.
-        listeners: Who hears of it.
+        listeners: Who hears of it; more can be added to ``run.listeners``.
         count_every_step: Count the peak of all full steps and not of one. On CPU this takes time.
     """
 
@@ -56,7 +56,7 @@ class Run:
         self.peak_bytes: int | None = None
         self.peak_step: int | None = None
         self._count_every_step = count_every_step
-        self._listeners = tuple(listeners)
+        self.listeners = list(listeners)
         self.step = Step(
             self.parts.model,
             task.loss_fn,
@@ -101,7 +101,7 @@ class Run:
             self._tell("ended", result)
             return result
         finally:
-            for listener in self._listeners:
+            for listener in self.listeners:
                 listener.close()
 
     def steps(self, limit: int | None = None) -> Iterator[StepRecord]:
@@ -128,7 +128,7 @@ class Run:
         return self.parts.total_steps // self.task.epochs
 
     def _tell(self, event: str, *values: Any) -> None:
-        for listener in self._listeners:
+        for listener in self.listeners:
             getattr(listener, event)(*values)
 
     def _fit(self, batch: Any) -> None:
@@ -188,7 +188,7 @@ class Run:
             micro_batch_sizes=tally.first.micro_batch_sizes,
             num_steps=tally.num_steps,
             num_skipped=tally.num_skipped,
-            exactness=tally.last.exactness,
+            exactness=tally.exactness,
             loss=epochs[-1].loss,
             metrics=epochs[-1].metrics,
             budget_bytes=self.step.budget_bytes,
@@ -235,19 +235,19 @@ class _Clock:
 
 @dataclass
 class _Tally:
-    """What is kept of the steps: the first and the last result, and the losses of this epoch."""
+    """What is kept of the steps: the first result, what holds for all of them, and the losses of this epoch."""
 
     num_steps: int = 0
     num_skipped: int = 0
     first: StepResult = field(init=False)
-    last: StepResult = field(init=False)
+    exactness: Exactness = "exact"
     _of_epoch: list[tuple[Any, Any]] = field(default_factory=list)
 
     def add(self, record: StepRecord) -> None:
         result = record.result
         if self.num_steps == 0:
             self.first = result
-        self.last = result
+        self.exactness = max(self.exactness, result.exactness, key=WEAKEST_LAST.index)
         self.num_steps += 1
         self.num_skipped += bool(result.skipped)
         if not result.skipped:

@@ -26,6 +26,7 @@ Verdict = Literal["ok", "look", "wrong"]
 _FEWEST_STEPS = 10
 _MORE_THAN_EXPECTED = 1.1
 _EXPLODES = 10.0
+_EXPLOSION = 1e4
 _SPIKE = 100.0
 _MOSTLY = 0.9
 _MANY_SKIPPED = 0.2
@@ -93,17 +94,19 @@ def preflight(
         count_every_step=True,
     )
     seen: list[dict[str, Any]] = []
+    expected_bytes = None
     try:
+        expected_bytes = _expected_bytes(run)
         for record in run.steps(num_steps):
             seen.append(record.as_dict())
     except BudgetError as error:
-        return Preflight(len(seen), (Check("memory, budget", "wrong", str(error), "see above"),))
+        return Preflight(len(seen), (Check("memory, budget", "wrong", str(error)),))
     except NonFiniteError as error:
-        return Preflight(len(seen), (*_memory(run, seen), _not_finite(seen, error)))
+        return Preflight(len(seen), (*_memory(run, expected_bytes), _not_finite(seen, error)))
     finally:
         for listener in listeners:
             listener.close()
-    return Preflight(len(seen), (*_memory(run, seen), *_curves(seen, run)))
+    return Preflight(len(seen), (*_memory(run, expected_bytes), *_curves(seen, run)))
 
 
 def _long_enough(task: Task, num_steps: int) -> Task:
@@ -111,29 +114,31 @@ def _long_enough(task: Task, num_steps: int) -> Task:
     return dataclasses.replace(task, grad_norm=True, epochs=max(task.epochs, math.ceil(num_steps / per_epoch)))
 
 
-def _memory(run: Run, seen: Sequence[dict[str, Any]]) -> Iterator[Check]:
-    peak, budget, plan = run.peak_bytes, run.step.budget_bytes, run.step.plan
+def _expected_bytes(run: Run) -> int | None:
+    """What a trial of the first batch needs; None when the search for a micro-batch size will try it anyway."""
+    if run.step.budget_bytes is not None:
+        return None
+    first = next(iter(train_loader(run.task, run.parts.train_data)))
+    return run.step.measure(first, run.step.micro_batch_size)
+
+
+def _memory(run: Run, expected_bytes: int | None) -> Iterator[Check]:
+    peak, budget = run.peak_bytes, run.step.budget_bytes
     if peak is None:
-        yield Check("memory", "look", f"no steady step of a full batch among {len(seen)}", "Make more steps.")
+        yield Check("memory", "look", "no steady step of a full batch", "Make more steps.")
         return
     if budget is not None:
         inside = peak <= budget
         advice = "" if inside else "A later batch needs more than the first: give a smaller --micro-batch-size."
         found = f"peak {format_bytes(peak)} of {format_bytes(budget)}"
         yield Check("memory, budget", "ok" if inside else "wrong", found, advice)
-    if plan is not None and plan.peak_bytes is not None:
-        expected = plan.peak_bytes
-    else:
-        first = next(iter(train_loader(run.task, run.parts.train_data)))
-        expected = run.step.measure(first, run.step.micro_batch_size)
-    as_expected = peak <= expected * _MORE_THAN_EXPECTED
-    advice = (
-        ""
-        if as_expected
-        else "Steps need more than a trial of the first batch: look for what is kept from step to step."
-    )
-    found = f"peak {format_bytes(peak)}, a trial of the first batch {format_bytes(expected)}"
-    yield Check("memory, expectation", "ok" if as_expected else "wrong", found, advice)
+    if run.step.plan is not None:
+        expected_bytes = run.step.plan.peak_bytes
+    if expected_bytes is not None:
+        as_expected = peak <= expected_bytes * _MORE_THAN_EXPECTED
+        advice = "" if as_expected else "Some steps need more: are samples longer there, or is something kept?"
+        found = f"peak {format_bytes(peak)}, a trial of the first batch {format_bytes(expected_bytes)}"
+        yield Check("memory, expectation", "ok" if as_expected else "wrong", found, advice)
 
 
 def _not_finite(seen: Sequence[dict[str, Any]], error: NonFiniteError) -> Check:
@@ -191,15 +196,15 @@ def _loss(losses: Sequence[float]) -> Check:
 
 def _norms(norms: Sequence[float], max_grad_norm: float | None) -> Iterator[Check]:
     first, last = _ends(norms)
-    largest = max(norms)
+    largest, usual = max(norms), statistics.median(norms)
     found = f"{first:.3g} in the first fifth, {last:.3g} in the last, largest {largest:.3g}"
     if largest == 0:
         yield Check("gradient norms", "wrong", found, "All are zero: the loss does not depend on the parameters.")
-    elif last > _EXPLODES * first:
+    elif last > _EXPLODES * first or largest > _EXPLOSION * usual:
         yield Check(
             "gradient norms", "wrong", found, "They explode: lower the learning rate or clip (max_grad_norm=1.0)."
         )
-    elif largest > _SPIKE * statistics.median(norms):
+    elif largest > _SPIKE * usual:
         yield Check(
             "gradient norms", "look", found, "There is a spike: look at its batch, or clip (max_grad_norm=1.0)."
         )

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bigbatch as bb
+from bigbatch.training.comparison import (
+    MAX_DIFFERENCE,
+    RunsComparison,
+    compare_runs,
+    compare_steps,
+    direct_peak_bytes,
+    largest_difference,
+)
+from bigbatch.training.direct import plain_loss
+from bigbatch.training.loop import Run
+from tests.training.tiny import network, tiny_task
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_grad_norm": 0.1},
+        {"collate": lambda samples: tuple(map(torch.stack, zip(*samples, strict=True)))},
+        {"scheduler": lambda optimizer, n: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, n)},
+        {"precision": "bf16"},
+    ],
+    ids=["plain", "clipped", "collated", "OneCycle", "bf16"],
+)
+def test_ten_steps_in_float64_are_those_of_the_big_batch(changes):
+    found = compare_steps(tiny_task(**changes), micro_batch_size=5)
+
+    assert found.num_steps == 10
+    assert found.difference <= MAX_DIFFERENCE
+    assert found.within
+
+
+def test_a_loss_that_is_not_cut_rightly_is_outside():
+    """Control: a mean over something else than the samples, with no weight given."""
+
+    def over_some(model, batch):
+        losses = torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return (losses * batch[1]).sum() / (batch[1].sum() + 1)
+
+    found = compare_steps(tiny_task(loss_fn=over_some), micro_batch_size=5)
+
+    assert found.difference > 1e-4
+    assert not found.within
+
+
+def test_batch_norm_is_held_to_no_bound():
+    found = compare_steps(tiny_task(model=lambda: network(norm=True)), micro_batch_size=8)
+
+    assert found.exactness == "approximate"
+    assert found.difference > MAX_DIFFERENCE
+    assert found.within
+
+
+def test_an_exact_run_ends_where_the_direct_one_does():
+    task = tiny_task()
+    result = Run(task, micro_batch_size=5).train()
+
+    found = compare_runs(task, result.metrics, micro_batch_size=5)
+
+    assert found.gradient_difference < 1e-5
+    assert found.direct["loss"] == pytest.approx(result.metrics["loss"], rel=1e-3)
+
+
+def test_a_run_with_batch_norm_differs_and_is_told():
+    task = tiny_task(model=lambda: network(norm=True))
+
+    found = compare_runs(task, {"accuracy": 0.0, "loss": 9.0}, micro_batch_size=4)
+
+    assert found.gradient_difference > 1e-3
+    assert not found.within
+
+
+@pytest.mark.parametrize(("accuracy", "within"), [(0.9049, True), (0.9, True), (0.8949, False), (0.906, False)])
+def test_accuracies_may_differ_by_half_a_point(accuracy, within):
+    found = RunsComparison(0.1, "weight", cut={"accuracy": accuracy, "loss": 1}, direct={"accuracy": 0.9, "loss": 2})
+
+    assert found.within == within
+
+
+def test_the_direct_peak_is_larger():
+    task = tiny_task(model=lambda: torch.nn.Sequential(torch.nn.Linear(2, 500), torch.nn.Linear(500, 3)))
+    run = Run(task, micro_batch_size=2)
+    list(run.steps(2))
+
+    assert direct_peak_bytes(task) > run.peak_bytes
+
+
+def test_a_difference_is_relative_to_its_parameter():
+    expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1000.0])}
+
+    difference, name = largest_difference({"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([1001.0])}, expected)
+
+    assert (difference, name) == (pytest.approx(0.1), "a")
+
+
+def test_a_parameter_that_is_zero_in_truth_does_not_count_as_infinitely_far():
+    expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
+
+    difference, name = largest_difference({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1e-12])}, expected)
+
+    assert name == "b"
+    assert difference < 1e-8
+
+
+def test_every_kind_of_loss_has_a_direct_value():
+    one = torch.tensor(1.0)
+    terms = {"a": one, "b": bb.Ratio(3 * one, 2.0), "c": bb.Sum(4 * one), "d": bb.Constant(5 * one)}
+
+    assert float(plain_loss(terms)) == 1 + 1.5 + 4 + 5
+    assert float(plain_loss(tuple(terms.values()))) == 11.5

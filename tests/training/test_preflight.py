@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import bigbatch as bb
+from bigbatch.training.preflight import preflight
+from tests.training.tiny import tiny_task
+
+
+def sgd(learning_rate):
+    return lambda model: torch.optim.SGD(model.parameters(), lr=learning_rate)
+
+
+def check_of(found, name):
+    return next(check for check in found.checks if check.name == name)
+
+
+def test_a_healthy_task_may_go():
+    found = preflight(tiny_task(max_grad_norm=5.0), num_steps=50, memory_budget="1GiB")
+
+    assert found.go
+    assert found.num_steps == 50
+    names = "memory, budget; memory, expectation; skipped steps; loss falls; gradient norms; clipping; step time"
+    assert [check.name for check in found.checks] == names.split("; ")
+    assert {check.verdict for check in found.checks[:-1]} == {"ok"}
+
+
+@pytest.mark.parametrize("learning_rate", [1e6, 30.0])
+def test_a_learning_rate_that_is_too_high_is_found(learning_rate):
+    found = preflight(tiny_task(optimizer=sgd(learning_rate)), num_steps=50)
+
+    assert not found.go
+    assert any("lower the learning rate" in check.advice.lower() for check in found.checks if check.verdict == "wrong")
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_step():
+    def overflowing(model, batch):
+        return (model(batch[0]) * 1e30).square().mean()
+
+    found = preflight(tiny_task(loss_fn=overflowing))
+
+    assert not found.go
+    assert "step 1 is not finite (the term 'loss'" in check_of(found, "loss").found
+
+
+def test_a_budget_that_nothing_fits_in_is_found():
+    found = preflight(tiny_task(), memory_budget="2kB")
+
+    assert not found.go
+    assert "No micro-batch fits in 1.95 KiB" in check_of(found, "memory, budget").found
+
+
+def test_a_later_step_over_the_budget_is_found():
+    """The first batch is of short samples, so it tells too little."""
+    order = []
+
+    def growing(samples):
+        order.append(len(samples))
+        width = 2 if len(order) < 40 else 2000
+        return torch.ones(len(samples), width), torch.zeros(len(samples), dtype=torch.long)
+
+    def loss_fn(model, batch):
+        wide = batch[0].expand(16, *batch[0].shape) * model[0].weight.sum()
+        return model(batch[0][:, :2]).square().mean() + wide.square().mean()
+
+    found = preflight(tiny_task(collate=growing, loss_fn=loss_fn, train_data=lambda: [0] * 32), memory_budget="150kB")
+
+    assert check_of(found, "memory, budget").verdict == "wrong"
+    assert check_of(found, "memory, expectation").verdict == "wrong"
+
+
+def test_gradients_of_zero_are_found():
+    found = preflight(tiny_task(loss_fn=lambda model, batch: (model(batch[0]) * 0).sum()), num_steps=20)
+
+    assert check_of(found, "gradient norms").verdict == "wrong"
+    assert "All are zero" in check_of(found, "gradient norms").advice
+
+
+def test_a_loss_that_stays_is_looked_at_and_no_reason_to_stop():
+    found = preflight(tiny_task(optimizer=sgd(1e-9)), num_steps=30)
+
+    assert found.go
+    assert check_of(found, "loss falls").verdict == "look"
+
+
+def test_clipping_of_nearly_every_step_is_looked_at():
+    found = preflight(tiny_task(max_grad_norm=1e-3), num_steps=20)
+
+    assert check_of(found, "clipping").verdict == "look"
+    assert check_of(found, "clipping").found == "100% of the steps over 0.001"
+
+
+def test_many_skipped_steps_are_found():
+    calls = []
+
+    def often_nan(model, batch):
+        calls.append(1)
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss * float("nan") if len(calls) % 3 == 0 else loss
+
+    found = preflight(tiny_task(loss_fn=often_nan, on_non_finite="skip"), num_steps=30)
+
+    assert check_of(found, "skipped steps").verdict == "wrong"
+
+
+def test_steps_that_get_slower_are_looked_at():
+    calls = []
+
+    def slower(model, batch):
+        calls.append(1)
+        time.sleep(0.0005 * len(calls))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    found = preflight(tiny_task(loss_fn=slower), num_steps=20)
+
+    assert check_of(found, "step time").verdict == "look"
+
+
+def test_it_needs_some_steps():
+    with pytest.raises(bb.OptionError, match="A pre-flight of 3 steps tells nothing; it needs at least 10"):
+        preflight(tiny_task(), num_steps=3)
+
+
+def test_the_schedule_is_that_of_the_run():
+    told = []
+
+    def scheduler(optimizer, total_steps):
+        told.append(total_steps)
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+
+    preflight(tiny_task(scheduler=scheduler, epochs=25), num_steps=10)
+    preflight(tiny_task(scheduler=scheduler, epochs=1), num_steps=10)
+
+    assert told == [100, 12]
