@@ -96,6 +96,20 @@ def test_a_plan_replaces_the_one_before_and_its_end_puts_that_back():
     assert attributes(model) == before
 
 
+def test_a_plan_for_a_part_is_replaced_by_one_for_the_whole():
+    model = make_model()
+    whole = nn.Sequential(model, nn.Tanh())
+    before = attributes(model)
+    inner = bb.apply(plan("0"), model)
+
+    with bb.apply(plan("0.1"), whole):
+        assert num_runs(model) == [1, 2, 1]
+        inner.remove()
+        assert num_runs(model) == [1, 2, 1]
+
+    assert attributes(model) == before
+
+
 def test_an_error_in_the_block_takes_it_off():
     model = make_model()
     before = attributes(model)

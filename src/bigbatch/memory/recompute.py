@@ -172,6 +172,6 @@ def _put_on_all(
 
 
 def _take_off_all(root: nn.Module) -> None:
-    root.__dict__.pop(_APPLIED, None)
     for module in root.modules():
+        module.__dict__.pop(_APPLIED, None)  # Also where a part of this model was given to ``apply``.
         take_off(module)
