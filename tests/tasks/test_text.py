@@ -81,6 +81,7 @@ def test_bits_per_byte_are_a_mean_over_bytes():
     samples = [torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6])]
     nats = sum(F.cross_entropy(model(s[None, :-1])[0], s[1:], reduction="sum").item() for s in samples)
 
+    assert task.evaluate is not None
     total, count = task.evaluate(model, _padded(samples))["bits_per_byte"]
 
     assert int(count) == 4

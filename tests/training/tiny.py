@@ -29,7 +29,7 @@ class Points(Dataset):
         return self.points[index] + noise, self.labels[index]
 
 
-def network(*, dropout: float = 0.0, norm: bool = False) -> nn.Module:
+def network(*, dropout: float = 0.0, norm: bool = False) -> nn.Sequential:
     layers = [nn.Linear(2, 16), nn.BatchNorm1d(16) if norm else nn.Identity(), nn.ReLU(), nn.Dropout(dropout)]
     return nn.Sequential(*layers, nn.Linear(16, 3))
 

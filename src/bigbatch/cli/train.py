@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 
-class Norm(StrEnum):
+class NormName(StrEnum):
     """Of a built-in task."""
 
     BATCH = "batch"
@@ -17,7 +17,7 @@ class Norm(StrEnum):
     LAYER = "layer"
 
 
-class Precision(StrEnum):
+class PrecisionName(StrEnum):
     """Of the forward."""
 
     FP32 = "fp32"
@@ -25,38 +25,53 @@ class Precision(StrEnum):
     FP16 = "fp16"
 
 
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or file.py:name of a task of your own.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in one optimizer step.")]
+MemoryBudget = Annotated[
+    str | None, typer.Option(help='Such as "64MiB". The micro-batch size that fits is found by measuring.')
+]
+MicroBatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Samples in one forward-backward; with a budget, the only size that is tried.")
+]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the training data.")]
+EvalBatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in a batch of the evaluation.")]
+Precision = Annotated[PrecisionName | None, typer.Option(help="Of the forward (autocast).")]
+Norm = Annotated[NormName | None, typer.Option(help="Normalisation, for digits.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Of the model and of the order of the data.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; without it, cuda where there is one.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")]
+RunDir = Annotated[Path | None, typer.Option(help="Folder for log and weights; without it, runs/TASK-date-time.")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write curves for TensorBoard too.")]
+Check = Annotated[
+    int | None,
+    typer.Option(metavar="STEPS", help="Only make so many steps, check them, and say go or what is wrong."),
+]
+Compare = Annotated[
+    bool, typer.Option("--compare", help="After the run, show how close it comes to the direct big batch.")
+]
+
+
 def train(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or file.py:name of a task of your own.")],
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in one optimizer step.")] = None,
-    memory_budget: Annotated[
-        str | None, typer.Option(help='Such as "64MiB". The micro-batch size that fits is found by measuring.')
-    ] = None,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples in one forward-backward, instead of measuring.")
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training data.")] = None,
-    eval_batch_size: Annotated[int | None, typer.Option(min=1, help="Samples in a batch of the evaluation.")] = None,
-    precision: Annotated[Precision | None, typer.Option(help="Of the forward (autocast).")] = None,
-    norm: Annotated[Norm | None, typer.Option(help="Normalisation, for digits.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the model and of the order of the data.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; without it, cuda where there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Folder for log and weights; without it, runs/TASK-date-time.")
-    ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write curves for TensorBoard too.")] = False,
-    check: Annotated[
-        int | None,
-        typer.Option(metavar="STEPS", help="Only make so many steps, check them, and say go or what is wrong."),
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="After the run, show how close it comes to the direct big batch.")
-    ] = False,
+    task: TaskName,
+    batch_size: BatchSize = None,
+    memory_budget: MemoryBudget = None,
+    micro_batch_size: MicroBatchSize = None,
+    epochs: Epochs = None,
+    eval_batch_size: EvalBatchSize = None,
+    precision: Precision = None,
+    norm: Norm = None,
+    seed: Seed = None,
+    device: Device = None,
+    threads: Threads = None,
+    run_dir: RunDir = None,
+    tensorboard: TensorBoard = False,
+    check: Check = None,
+    compare: Compare = False,
 ) -> None:
     """Train a task with its big batch inside a memory budget."""
     if check is not None and compare:
         raise typer.BadParameter("--check makes no run that --compare could compare; give one of them.")
-    from bigbatch.cli import running
+    from bigbatch.cli import running  # loads torch
 
     wanted = running.Wanted(
         task=task,

@@ -11,7 +11,6 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
-from typing_extensions import override
 
 from bigbatch.reporting.text import identity, metrics_text, opening
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
@@ -42,27 +41,27 @@ class PlainLines(Listener):
         self._seconds_between = seconds_between
         self._last_line = float("-inf")
 
-    @override
     def began(self, info: RunInfo) -> None:
+        """Say what will be run."""
         self._write(opening(info))
 
-    @override
     def fitting(self, budget_bytes: int) -> None:
+        """Say that sizes are tried."""
         self._write(f"measuring which micro-batches fit in {format_bytes(budget_bytes)} ...")
 
-    @override
     def fitted(self, plan: Plan) -> None:
+        """Say which one fits."""
         self._write(announced(plan))
 
-    @override
     def stepped(self, record: StepRecord) -> None:
+        """Say how the batch is cut, once, and how the run goes, now and then."""
         if record.step == 1:
             self._write(f"micro × accumulation × ranks: {identity(record.result.micro_batch_sizes)}")
         if record.step in (1, record.total_steps) or self._is_due():
             self._print(step_text(record))
 
-    @override
     def epoch_ended(self, record: EpochRecord) -> None:
+        """Give the results of an evaluation."""
         if record.metrics and self._is_due():
             self._print(f"epoch {record.epoch}: {metrics_text(record.metrics)}")
 
@@ -115,47 +114,47 @@ class LivePanel(Listener):
         self._shown: _Shown | None = None
         self._last_drawn = float("-inf")
 
-    @override
     def began(self, info: RunInfo) -> None:
+        """Say what will be run, and open the panel."""
         self._shown = _Shown(info)
         self._console.print(opening(info), highlight=False, markup=False)
         self._live.start()
 
-    @override
     def fitting(self, budget_bytes: int) -> None:
+        """Show that sizes are tried."""
         self._show(now=True, doing=f"measures which micro-batches fit in {format_bytes(budget_bytes)}")
 
-    @override
     def fitted(self, plan: Plan) -> None:
+        """Say which one fits."""
         self._console.print(announced(plan), highlight=False, markup=False)
 
-    @override
     def micro_batch(self, number: int, count: int | None) -> None:
+        """Show which micro-batch runs."""
         self._show(micro_batch=(number, count), doing="trains")
 
-    @override
     def stepped(self, record: StepRecord) -> None:
+        """Show the step."""
         if record.step == 1:
             line = identity(record.result.micro_batch_sizes)
             self._console.print(f"micro × accumulation × ranks: {line}", highlight=False, markup=False)
             self._show(micro=line)
         self._show(now=record.step == record.total_steps, step=record)
 
-    @override
     def evaluating(self) -> None:
+        """Show that the model is evaluated."""
         self._show(doing="evaluates")
 
-    @override
     def epoch_ended(self, record: EpochRecord) -> None:
+        """Show the results of an evaluation."""
         if record.metrics:
             self._show(epoch=record)
 
-    @override
     def ended(self, result: RunResult) -> None:
+        """Show the end."""
         self._show(now=True, doing="is done")
 
-    @override
     def close(self) -> None:
+        """Leave the panel as it is, and give the terminal back."""
         self._live.stop()
 
     def _show(self, *, now: bool = False, **changes: object) -> None:

@@ -18,7 +18,7 @@ from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
 from bigbatch.training.data import train_loader
 from bigbatch.training.direct import DirectSteps, train_directly
-from bigbatch.training.events import WEAKEST_LAST
+from bigbatch.training.events import weaker
 from bigbatch.training.loop import Run
 from bigbatch.training.task import Task
 from bigbatch.values import Exactness
@@ -97,7 +97,7 @@ def compare_steps(
     exactness: Exactness = "exact"
     batches = list(islice(train_loader(task, cut.train_data), num_steps))
     for batch in batches if task.collate is not None else map(_double, batches):
-        exactness = max(exactness, step(batch).exactness, key=WEAKEST_LAST.index)
+        exactness = weaker(exactness, step(batch).exactness)
         direct_steps.step(batch)
     difference, parameter = largest_difference(
         dict(cut.model.named_parameters()), dict(direct.model.named_parameters())

@@ -8,8 +8,12 @@ from typing import Any
 
 from bigbatch.values import Exactness, Plan, StepResult
 
-WEAKEST_LAST: tuple[Exactness, ...] = ("exact", "same in distribution", "approximate")
-"""A run is as exact as its weakest step: a rest that fits into one micro-batch is exact whatever the model."""
+_WEAKEST_LAST: tuple[Exactness, ...] = ("exact", "same in distribution", "approximate")
+
+
+def weaker(a: Exactness, b: Exactness) -> Exactness:
+    """The weaker of the two. A rest that fits into one micro-batch is exact, but not the run that it ends."""
+    return a if _WEAKEST_LAST.index(a) > _WEAKEST_LAST.index(b) else b
 
 
 @dataclass(frozen=True)

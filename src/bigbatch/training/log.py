@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from bigbatch.errors import MissingExtraError, TaskError
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
@@ -28,7 +27,6 @@ class _Blocks(Listener):
         self._waiting: list[StepRecord] = []
         self._last_read = time.monotonic()
 
-    @override
     def stepped(self, record: StepRecord) -> None:
         self._waiting.append(record)
         if time.monotonic() - self._last_read >= _SECONDS_BETWEEN_READS:
@@ -42,13 +40,11 @@ class _Blocks(Listener):
         self.flush()
         self._last_read = time.monotonic()
 
-    @override
     def epoch_ended(self, record: EpochRecord) -> None:
         self.read()
         self.write_epoch(record.as_dict())
         self.flush()
 
-    @override
     def close(self) -> None:
         """Also when the run failed: the last steps are what one wants to see then."""
         self.read()
@@ -70,28 +66,28 @@ class JsonLog(_Blocks):
         super().__init__()
         self._file = path.open("w", encoding="utf-8")
 
-    @override
     def began(self, info: RunInfo) -> None:
+        """Write the line ``run``."""
         self._line("run", dataclasses.asdict(info))
 
-    @override
     def fitted(self, plan: Plan) -> None:
+        """Write the line ``plan``."""
         self._line("plan", dataclasses.asdict(plan))
 
-    @override
     def write_step(self, step: dict[str, Any]) -> None:
+        """Write a line ``step``."""
         self._line("step", step)
 
-    @override
     def write_epoch(self, epoch: dict[str, Any]) -> None:
+        """Write a line ``epoch``."""
         self._line("epoch", epoch)
 
-    @override
     def flush(self) -> None:
+        """Hand the lines over to the system."""
         self._file.flush()
 
-    @override
     def close(self) -> None:
+        """Write what waits, and close the file."""
         super().close()
         self._file.close()
 
@@ -117,23 +113,23 @@ class TensorBoardLog(_Blocks):
             ) from error
         self._writer = SummaryWriter(str(directory))
 
-    @override
     def write_step(self, step: dict[str, Any]) -> None:
+        """Write the numbers of a step."""
         for name in ("loss", "grad_norm", "learning_rate", "samples_per_second"):
             if step[name] is not None:
                 self._writer.add_scalar(f"train/{name}", step[name], step["step"])
 
-    @override
     def write_epoch(self, epoch: dict[str, Any]) -> None:
+        """Write the results of an evaluation."""
         for name, value in epoch["metrics"].items():
             self._writer.add_scalar(f"eval/{name}", value, epoch["step"])
 
-    @override
     def flush(self) -> None:
+        """Hand the numbers over to the system."""
         self._writer.flush()
 
-    @override
     def close(self) -> None:
+        """Write what waits, and close the file."""
         super().close()
         self._writer.close()
 

@@ -15,7 +15,7 @@ from bigbatch.stepping.step import Step
 from bigbatch.training.building import build
 from bigbatch.training.data import eval_loader, train_loader
 from bigbatch.training.evaluating import evaluate
-from bigbatch.training.events import WEAKEST_LAST, EpochRecord, Listener, RunInfo, RunResult, StepRecord
+from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord, weaker
 from bigbatch.training.task import Task
 from bigbatch.values import Exactness, StepResult
 
@@ -247,7 +247,7 @@ class _Tally:
         result = record.result
         if self.num_steps == 0:
             self.first = result
-        self.exactness = max(self.exactness, result.exactness, key=WEAKEST_LAST.index)
+        self.exactness = weaker(self.exactness, result.exactness)
         self.num_steps += 1
         self.num_skipped += bool(result.skipped)
         if not result.skipped:
