@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -63,7 +63,7 @@ class Work:
         """A fresh model, optimizer and batch; the same numbers each time."""
         torch.manual_seed(0)
         sizes = [NUM_FEATURES, *self.widths]
-        hidden = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
+        hidden = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
         model = nn.Sequential(*hidden, nn.Linear(sizes[-1], NUM_CLASSES))
         num_samples = self.micro_batch_size * self.num_micro_batches
         batch = torch.randn(num_samples, NUM_FEATURES), torch.randint(0, NUM_CLASSES, (num_samples,))
@@ -226,15 +226,15 @@ def seconds_of_trainer_steps(setup: Setup, num_steps: int, clock: Clock) -> list
                 raise FloatingPointError("The loss or a gradient is not finite.")
             self.losses = []
 
-        def on_train_batch_end(self, _outputs: Any, _batch: Batch, batch_index: int) -> None:
-            if (batch_index + 1) % num == 0:
+        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+            if (batch_idx + 1) % num == 0:
                 ends.append(clock())
 
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, accumulate_grad_batches=num, **off)  # pyright: ignore
     trainer.fit(Module(), _OneIterable(list(setup.micro_batches()) * num_steps))
-    assert len(ends) == num_steps and trainer.global_step == num_steps
-    return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    assert len(ends) == trainer.global_step == num_steps
+    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -353,9 +353,7 @@ def installed_peers() -> list[str]:
     """Those that can be imported, told to keep quiet."""
     found = [name for name in PEERS if importlib.util.find_spec(name)]
     if "lightning" in found:
-        import lightning.fabric
-        import lightning.pytorch
-
+        importlib.import_module("lightning")
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.ERROR)  # they set their own when they are imported
         warnings.filterwarnings("ignore", module="lightning")
@@ -382,7 +380,8 @@ def row(r: Ratio) -> str:
     times = f"{r.step_seconds / r.num_micro_batches * 1e6:9.0f} {r.by_hand_seconds / r.num_micro_batches * 1e6:9.0f}"
     bar = f"<= {r.bar:.2f}: {r.verdict}" if r.bar is not None else ""
     interval = f"{r.low:.3f} to {r.high:.3f}"
-    return f"{r.work:14} {r.num_micro_batches:3} {r.contender:18} {r.ratio:6.3f} {interval:16} {times} {r.num_pairs:6} {bar}"
+    name = f"{r.work:14} {r.num_micro_batches:3} {r.contender:18}"
+    return f"{name} {r.ratio:6.3f} {interval:16} {times} {r.num_pairs:6} {bar}"
 
 
 HEADER = f"{'work':14} {'K':>3} {'':18} {'ratio':>6} {'95 %':16} {'µs/micro':>9} {'by hand':>9} {'pairs':>6} bar"

