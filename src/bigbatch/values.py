@@ -210,9 +210,7 @@ class StepOptions:
         return cls(**keywords)
 
 
-_ACCUMULATION = (
-    "Give micro_batch_size=, the samples in one forward-backward; how many follows from the batch."
-)
+_ACCUMULATION = "Give micro_batch_size=, the samples in one forward-backward; how many follows from the batch."
 _PEERS_WORDS = {
     "gradient_accumulation_steps": _ACCUMULATION,
     "accumulate_grad_batches": _ACCUMULATION,

@@ -359,9 +359,6 @@ class OverTime(nn.Module):
         return self.inner(x).mean(1)
 
 
-@pytest.mark.xfail(
-    reason="the samples and the other micro-batches are not counted, and the longest is run first", strict=True
-)
 @pytest.mark.parametrize("longest", [0, 11], ids=["first", "last"])
 def test_measuring_agrees_for_samples_that_are_collated(longest):
     """On CPU all micro-batches lie there from the beginning, and the longest sample may be in any of them."""
@@ -389,7 +386,6 @@ def test_a_buffer_that_never_changes_is_not_copied_in_a_steady_step():
     assert peak_of_a_steady_step(step, batch) == peak_of_a_steady_step(plain, batch) + mask_bytes
 
 
-@pytest.mark.xfail(reason="a trial leaves buffers marked as changing", strict=True)
 def test_a_buffer_that_never_changes_is_not_copied_after_measuring():
     model, mask_bytes = with_mask()
     plain_model, batch = mlp(), make_batch(8)

@@ -252,6 +252,16 @@ def micro_batch_sizes(num_samples: int, micro_batch_size: int, smallest: int = 1
     return [size + 1] * larger + [size] * (full + 1 - larger)
 
 
+def smallest_without_single(num_samples: int) -> int:
+    """The smallest micro-batch size that leaves no micro-batch of one sample.
+
+    >>> smallest_without_single(8), smallest_without_single(9)
+    (2, 3)
+    """
+    sizes = range(2, max(num_samples, 2) + 1)
+    return next((size for size in sizes if min(micro_batch_sizes(num_samples, size, 2), default=2) >= 2), 2)
+
+
 def spans(sizes: list[int]) -> Iterator[tuple[int, int]]:
     """Start and length of each micro-batch."""
     start = 0

@@ -75,6 +75,11 @@ class Pieces:
     count: int | None
     totals: Weights | None
 
+    @property
+    def num_samples(self) -> int:
+        """How many samples there are; 0 when that is not known before the end."""
+        return sum(piece.num_samples for piece in self.pieces) if isinstance(self.pieces, list) else 0
+
 
 def pieces_of(
     batch: Any, micro_batch_size: int | None, options: StepOptions, weigher: Weigher, smallest: int = 1

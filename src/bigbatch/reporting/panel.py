@@ -19,6 +19,7 @@ from bigbatch.values import Plan
 
 _SECONDS_BETWEEN_REFRESHES = 0.25
 _SECONDS_BETWEEN_LINES = 2.0
+_SHARE_BETWEEN_LINES = 0.02
 
 
 def announced(plan: Plan) -> str:
@@ -28,18 +29,18 @@ def announced(plan: Plan) -> str:
 
 
 class PlainLines(Listener):
-    """Prints what happens, a line at most every two seconds, so that a log file stays readable.
+    """Prints what happens, a line every two seconds at first and ever fewer later, so that a log stays readable.
 
     Args:
         write: Gets each line.
         seconds_between: The least time between two lines about steps or epochs; the first and the last are printed
-            whenever they come.
+            whenever they come. In a run of hours it is a fiftieth of the time that has passed.
     """
 
     def __init__(self, write: Callable[[str], None], *, seconds_between: float = _SECONDS_BETWEEN_LINES):
         self._write = write
         self._seconds_between = seconds_between
-        self._last_line = float("-inf")
+        self._began = self._last_line = time.monotonic()
 
     def began(self, info: RunInfo) -> None:
         """Say what will be run."""
@@ -66,7 +67,8 @@ class PlainLines(Listener):
             self._print(f"epoch {record.epoch}: {metrics_text(record.metrics)}")
 
     def _is_due(self) -> bool:
-        return time.monotonic() - self._last_line >= self._seconds_between
+        now = time.monotonic()
+        return now - self._last_line >= max(self._seconds_between, _SHARE_BETWEEN_LINES * (now - self._began))
 
     def _print(self, line: str) -> None:
         self._write(line)

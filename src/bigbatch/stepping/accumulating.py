@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch.batch.cutting import smallest_without_single
 from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_of
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.structure import is_array, mapped
@@ -79,6 +80,7 @@ class Accumulator:
         device: Where the first parameter of the model is.
         precision: Autocast and loss scaling.
         on_micro_batch: See ``Step``.
+        is_first: Nothing was run yet, so what needs to be looked at once is looked at.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], options: StepOptions):
@@ -92,25 +94,31 @@ class Accumulator:
         self.on_micro_batch: OnMicroBatch | None = None
         self._weigher = Weigher(options.weight)
         self._accumulation_dtype = accumulation_dtype_of(options.accumulation_dtype)
-        self._statistics = batchnorm.MergedStatistics(model) if options.batch_norm == "merge" else None
-        merged = self._statistics.buffers() if self._statistics else frozenset()
-        self._undo = Undo(model, left_out=merged)
-        self._batch_norms = batchnorm.layers_of(model)
+        self._modules: tuple[nn.Module, ...] = ()
+        self._look_at_modules()
         self._generators = Generators(self.device)
         self._coefficients = Coefficients()
-        self._first = True
+        self.is_first = True
 
-    def micro_batches(self, batch: Any, micro_batch_size: int | None) -> list[Any]:
-        """What ``loss_fn`` would get."""
-        return [piece.micro_batch for piece in self._cut(batch, micro_batch_size).pieces]
-
-    def _cut(self, batch: Any, micro_batch_size: int | None) -> Pieces:
+    def cut(self, batch: Any, micro_batch_size: int | None) -> Pieces:
+        """The micro-batches of a batch, weighed."""
         return pieces_of(batch, micro_batch_size, self.options, self._weigher, self.smallest_micro_batch)
+
+    def _look_at_modules(self) -> None:
+        """Find the layers and buffers that need care; again only when modules have come or gone."""
+        modules = tuple(self.model.modules())
+        if modules == self._modules:
+            return
+        self._modules = modules
+        self._batch_norms = batchnorm.layers_of(self.model)
+        self._statistics = batchnorm.MergedStatistics(self.model) if self.options.batch_norm == "merge" else None
+        self._undo = Undo(self.model, left_out=self._statistics.buffers() if self._statistics else frozenset())
 
     @property
     def sees_batch_statistics(self) -> bool:
         """Whether some layer normalises by the micro-batch it gets."""
-        return self.options.batch_norm != "frozen" and any(map(batchnorm.uses_batch_statistics, self._batch_norms))
+        policy = self.options.batch_norm
+        return any(batchnorm.uses_batch_statistics(layer, policy) for layer in self._batch_norms)
 
     @property
     def smallest_micro_batch(self) -> int:
@@ -134,14 +142,15 @@ class Accumulator:
             only_these: Compute no other gradients.
         """
         check_one_process()
-        self.device = _device_of(self.model)  # a model may be moved between two steps
+        self.device = _device_of(self.model)  # a model may be moved, or get other layers, between two steps
+        self._look_at_modules()
         pieces = self._pieces_or_nothing(batch, micro_batch_size)
         self._generators = Generators(self.device)
         if self._statistics:
             self._statistics.start()
         parameters = list(named_parameters.values())
         gradients = Gradients(parameters, self._accumulation_dtype, self._coefficients, only_these=only_these)
-        watch = HookWatch(named_parameters, keep_copies=self._first)
+        watch = HookWatch(named_parameters, keep_copies=self.is_first)
         done = Accumulation(gradients, Shares(pieces))
         try:
             self._loop(pieces, done, watch)
@@ -151,15 +160,15 @@ class Accumulator:
             raise
         finally:
             watch.stop()
-        self._first = False
+        self.is_first = False
         return done
 
     def _pieces_or_nothing(self, batch: Any, micro_batch_size: int | None) -> Pieces:
         self._undo.take(self.device)
         try:
-            pieces = self._cut(batch, micro_batch_size)
+            pieces = self.cut(batch, micro_batch_size)
             _check_something_counts(pieces)
-            if self._first:
+            if self.is_first:
                 self._check_weights_add_up(batch, pieces)
         except BaseException:
             self._undo.restore()  # a collate of the user's draws random numbers
@@ -181,7 +190,7 @@ class Accumulator:
                         done.gradients.backward(shares, scaler.scale if scaler else None)
                         reached = True
                 except Exception as error:
-                    _say_where(error, done.sizes, pieces.count)
+                    _say_where(error, done.sizes, pieces)
                     raise
                 if len(done.sizes) == 1:
                     watch.check()
@@ -222,7 +231,7 @@ class Accumulator:
             done.exactness = "approximate"
         elif len(done.sizes) > 1 and self._generators.were_used():
             done.exactness = "same in distribution"
-        if self._first and self._weigher.is_default and done.shares.has_means:
+        if self.is_first and self._weigher.is_default and done.shares.has_means:
             _warn_of_ignored_labels(pieces)
 
     def _check_weights_add_up(self, batch: Any, pieces: Pieces) -> None:
@@ -234,7 +243,8 @@ class Accumulator:
             check_adds_up(parts, self._weigher.weigh([(batch, num_samples)])[0])
 
     def commit(self) -> None:
-        """The step counts: update the running statistics of BatchNorm."""
+        """The step counts: update the running statistics of BatchNorm, and forget how all was before."""
+        self._undo.let_go()
         if self._statistics:
             self._statistics.commit()
 
@@ -358,15 +368,16 @@ def _warn_of_ignored_labels(pieces: Pieces) -> None:
         )
 
 
-def _say_where(error: Exception, sizes: list[int], count: int | None) -> None:
+def _say_where(error: Exception, sizes: list[int], pieces: Pieces) -> None:
     """Add the micro-batch that an error came from to it."""
     first, size = sum(sizes[:-1]), sizes[-1]
-    place = f"micro-batch {len(sizes)}{f' of {count}' if count else ''}, samples {first} to {first + size - 1}"
+    place = f"micro-batch {len(sizes)}{f' of {pieces.count}' if pieces.count else ''}"
+    place += f", samples {first} to {first + size - 1}" if size else ""
     if isinstance(error, ValueError) and "Expected more than 1 value per channel" in str(error):
+        needed = smallest_without_single(pieces.num_samples)
         raise BatchError(
             f"A BatchNorm layer got one value per channel, which has no variance ({place}). Give a micro_batch_size "
-            "of at "
-            f'least 2, or batch_norm="frozen". Torch says: {error}'
+            f'of at least {needed}, or batch_norm="frozen". Torch says: {error}'
         ) from error
     error.add_note(f"In {place}.")
 

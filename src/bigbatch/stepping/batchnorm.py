@@ -30,17 +30,15 @@ def layers_of(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
-def uses_batch_statistics(layer: _BatchNorm) -> bool:
+def uses_batch_statistics(layer: _BatchNorm, policy: str) -> bool:
     """Whether the layer normalises by the batch it sees, so that its micro-batches are not the big batch."""
-    return layer.training or layer.running_mean is None
+    return layer.running_mean is None or (layer.training and policy != "frozen")
 
 
 def _can_be_merged(module: nn.Module) -> bool:
     if not isinstance(module, _BatchNorm | _InstanceNorm) or type(module).forward not in _TORCH_FORWARDS:
         return False
-    # With momentum 0 nothing is ever updated; None is a cumulative average, which InstanceNorm takes for 0.
-    moves = module.momentum != 0 and (module.momentum is not None or isinstance(module, _BatchNorm))
-    return moves and module.running_mean is not None and bool(module.track_running_stats)
+    return module.running_mean is not None and bool(module.track_running_stats)
 
 
 @contextmanager
@@ -79,11 +77,11 @@ class _Layer:
         self.merged: list[_Merged] = []
 
     def clear(self) -> None:
-        with torch.no_grad():
-            self.module.running_mean.zero_()
-            self.module.running_var.zero_()
-            if self.module.num_batches_tracked is not None:
-                self.module.num_batches_tracked.zero_()
+        # Through .data: backward checks that the statistics it was given are the same version, and does not use them.
+        self.module.running_mean.data.zero_()
+        self.module.running_var.data.zero_()
+        if self.module.num_batches_tracked is not None:
+            self.module.num_batches_tracked.data.zero_()
 
     def called(self, x: torch.Tensor) -> None:
         """Before a call: what an earlier call of the same forward left must be read first."""
@@ -95,7 +93,7 @@ class _Layer:
     def read(self) -> None:
         """After a call: merge what it left in the running statistics."""
         call, count = len(self.counts) - 1, self.counts[-1]
-        momentum = self._momentum(1)
+        momentum = self._momentum(1) or 1.0  # with 0 nothing was written, and nothing will be
         mean = _widened(self.module.running_mean) / momentum
         squares = _widened(self.module.running_var) / momentum * (count - 1 if self.pools_samples else count)
         if call == len(self.merged):
@@ -113,7 +111,10 @@ class _Layer:
         into.count = total
 
     def _momentum(self, num_tracked: float) -> float:
-        return 1.0 / num_tracked if self.module.momentum is None else self.module.momentum
+        if self.module.momentum is not None:
+            return self.module.momentum
+        # None is a cumulative average, which InstanceNorm does not have.
+        return 1.0 / num_tracked if self.pools_samples else 0.0
 
     def restore(self) -> None:
         with torch.no_grad():

@@ -58,7 +58,7 @@ class Shares:
     def __init__(self, pieces: Pieces):
         self._totals = pieces.totals
         self._single = pieces.count == 1
-        self._num_samples = sum(p.num_samples for p in pieces.pieces) if isinstance(pieces.pieces, list) else 0
+        self._num_samples = pieces.num_samples
         self._accounts: dict[str, _Account] = {}
         self._kinds: list[tuple[str, str]] = []
         self._weights_added: dict[Any, float] = {}

@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bigbatch.batch.cutting import lay_out
+from bigbatch.batch.cutting import micro_batch_sizes
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
 from bigbatch.batch.structure import is_array, mapped
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.compiled import without_compiled_code
-from bigbatch.stepping.trial import materialise_state, put_back_afterwards
+from bigbatch.stepping.trial import put_back_afterwards, step_with_zeros
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
+
+
+_EXPECTED_LESS = 0.99
+"""The line through two peaks may be off by a per cent, and a try more than needed is cheap."""
 
 
 def largest_that_fits(candidates: Sequence[int], peak_of: Callable[[int], float], budget_bytes: int) -> tuple[int, int]:
@@ -39,14 +43,7 @@ def largest_that_fits(candidates: Sequence[int], peak_of: Callable[[int], float]
     """
     peaks = {0: peak_of(candidates[0])}
     if peaks[0] > budget_bytes:
-        raise BudgetError(
-            f"No micro-batch fits in {format_bytes(budget_bytes)}: even {candidates[0]} sample(s) at a time need "
-            f"{_bytes_or_more(peaks[0])}. Raise the budget, recompute modules (plan=bb.Plan(..., "
-            "recompute=(names))), use "
-            f'precision="bf16", or an optimizer with less state.',
-            smallest_bytes=-1 if math.isinf(peaks[0]) else int(peaks[0]),
-            budget_bytes=budget_bytes,
-        )
+        raise _nothing_fits(candidates[0], peaks[0], budget_bytes)
     fits, too_large = 0, len(candidates)
     while too_large - fits > 1:
         i = _guess(candidates, peaks, budget_bytes, fits, too_large)
@@ -72,26 +69,80 @@ def _guess(candidates: Sequence[int], peaks: dict[int, float], budget: int, fits
     return min(max(below, fits + 1), too_large - 1)
 
 
-def _bytes_or_more(peak: float) -> str:
-    return "more than there is" if math.isinf(peak) else format_bytes(peak)
+def _nothing_fits(size: int, peak: float, budget_bytes: int) -> BudgetError:
+    needed = "more than there is" if math.isinf(peak) else format_bytes(peak)
+    return BudgetError(
+        f"No micro-batch fits in {format_bytes(budget_bytes)}: even {size} sample(s) at a time need {needed}. Raise "
+        f"the budget, recompute modules (plan=bb.Plan(..., recompute=(names))), use "
+        f'precision="bf16", or an optimizer with less state.',
+        smallest_bytes=-1 if math.isinf(peak) else int(peak),
+        budget_bytes=budget_bytes,
+    )
 
 
 def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
     """A plan whose measured peak is inside the budget; see ``Step.fit``."""
     check_can_be_cut(step, batch)
     num_samples = num_samples_of(batch, step.options)
-    smallest = min(step.accumulator.smallest_micro_batch, num_samples)
-    sizes = {math.ceil(num_samples / steps) for steps in range(1, num_samples + 1)}
-    candidates = sorted(size for size in sizes if size >= smallest)
+    peaks: dict[int, float] = {}
+
+    def peak_of(size: int) -> float:
+        peaks[size] = _peak_or_infinite(step, batch, size)
+        return peaks[size]
+
     if step.wanted_micro_batch_size is not None:
-        candidates = [min(step.wanted_micro_batch_size, num_samples)]
-    size, peak_bytes = largest_that_fits(candidates, lambda n: _peak_or_infinite(step, batch, n), budget_bytes)
+        size, _ = largest_that_fits([min(step.wanted_micro_batch_size, num_samples)], peak_of, budget_bytes)
+    else:
+        size = _largest(step, num_samples, peak_of, peaks, budget_bytes)
     return Plan(
         micro_batch_size=step.wanted_micro_batch_size or size,
         accumulation_steps=math.ceil(num_samples / size),
-        peak_bytes=peak_bytes,
+        peak_bytes=int(peaks[size]),
         budget_bytes=budget_bytes,
     )
+
+
+def _largest(
+    step: Step, num_samples: int, peak_of: Callable[[int], float], peaks: dict[int, float], budget_bytes: int
+) -> int:
+    """The largest size that fits.
+
+    The whole batch in one piece stands apart: it has no gradients beside the activations, so it may need less than its
+    half. It is tried when the line through the parts says so, and not before: on CPU, a try that is much too large ends
+    the process.
+    """
+    parts = _part_sizes(num_samples, step.accumulator.smallest_micro_batch)
+    best, failure = num_samples, None
+    if parts:
+        try:
+            best, _ = largest_that_fits(parts, peak_of, budget_bytes)
+        except BudgetError as error:
+            failure = error
+        gradient_bytes = sum(p.numel() * p.element_size() for p in step.named_parameters().values())
+        if _EXPECTED_LESS * _expected(peaks, num_samples) - gradient_bytes > budget_bytes:
+            if failure is not None:
+                raise failure
+            return best
+    if peak_of(num_samples) <= budget_bytes:
+        return num_samples
+    if parts and failure is None:
+        return best
+    raise failure or _nothing_fits(num_samples, peaks[num_samples], budget_bytes)
+
+
+def _part_sizes(num_samples: int, smallest: int) -> list[int]:
+    """Sizes of two or more micro-batches, ascending, one for each number of them; none with too small a rest."""
+    sizes = {math.ceil(num_samples / count) for count in range(2, num_samples + 1)}
+    return sorted(size for size in sizes if min(micro_batch_sizes(num_samples, size, smallest)) >= smallest)
+
+
+def _expected(peaks: dict[int, float], size: int) -> float:
+    """What the line through the two largest sizes says; what one size needs, when that is all there is."""
+    known = sorted((n, peak) for n, peak in peaks.items() if math.isfinite(peak))[-2:]
+    if not known:
+        return math.inf
+    slope = (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0]) if len(known) == 2 else 0.0
+    return known[-1][1] + slope * (size - known[-1][0])
 
 
 def check_can_be_cut(step: Step, batch: Any) -> None:
@@ -125,39 +176,40 @@ def _peak_or_infinite(step: Step, batch: Any, micro_batch_size: int) -> float:
 def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
     """Peak bytes of a steady step; see ``Step.measure``.
 
-    Two micro-batches are run, because the gradients of the first are there during the second, and no later one adds
-    anything; a steady step has its optimizer state from the beginning.
+    Two micro-batches are run: the first, and the one with most bytes of the others, which has the gradients of the
+    first beside it. A steady step has its optimizer state from the beginning, so that is made before.
     """
-    cut, on_device = _first_two_micro_batches(step, batch, micro_batch_size)
-    device = step.accumulator.device
-    listener, step.on_micro_batch = step.on_micro_batch, None
-    try:
-        with put_back_afterwards(step), without_compiled_code(step.model):
-            materialise_state(step)
-            held = [step.model, *step.optimizers, step.options.ema, batch if on_device else cut]
-            with count_peak_bytes(device, track=held) as meter:
-                result = step.attempt(cut, micro_batch_size, step.named_parameters())
-                if result.skipped:  # the optimizer did not run, but its temporaries belong to a steady step
-                    materialise_state(step)
-    finally:
-        step.on_micro_batch = listener
+    accumulator = step.accumulator
+    held = [step.model, *step.optimizers, step.options.ema]
+    with put_back_afterwards(step), without_compiled_code(step.model):
+        micro_batches, all_of_them = _to_be_run(step, batch, micro_batch_size)
+        _make_optimizer_state(step, micro_batches)
+        if accumulator.device.type == "cpu":
+            held += [batch.micro_batches if isinstance(batch, LogicalBatch) else batch, all_of_them]
+        with count_peak_bytes(accumulator.device, track=held) as meter:
+            result = step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
+            if result.skipped:  # the optimizer did not run, but its temporaries belong to a steady step
+                step_with_zeros(step)
     return meter.peak_bytes
 
 
-def _first_two_micro_batches(step: Step, batch: Any, micro_batch_size: int | None) -> tuple[Any, bool]:
-    """The part of a batch that is run, and whether the whole batch lies where the model is."""
-    if micro_batch_size is None or isinstance(batch, LogicalBatch) or step.options.split is not None:
-        return batch, step.accumulator.device.type == "cpu"
-    if step.options.collate is not None:
-        return LogicalBatch(_two_largest(step.accumulator.micro_batches(batch, micro_batch_size))), False
-    layout = lay_out(batch, step.options.batch_dims)
-    cut = layout.cut(0, min(2 * micro_batch_size, layout.num_samples))
-    return cut, True
+def _to_be_run(step: Step, batch: Any, micro_batch_size: int | None) -> tuple[list[Any], list[Any]]:
+    """The micro-batches that are run, and all of them."""
+    if isinstance(batch, LogicalBatch) and not isinstance(batch.micro_batches, Sequence):
+        raise OptionError("A LogicalBatch of an iterator is used up by measuring it. Measure one made of a list.")
+    pieces = list(step.accumulator.cut(batch, micro_batch_size).pieces)
+    # One without weight is not backpropagated, and needs less.
+    counting = [piece.micro_batch for piece in pieces if any(piece.weights.values())]
+    rest = sorted(counting[1:], key=_num_bytes, reverse=True)
+    return counting[:1] + rest[:1], [piece.micro_batch for piece in pieces]
 
 
-def _two_largest(micro_batches: list[Any]) -> list[Any]:
-    """Those with most bytes: samples of different lengths are padded to the longest of their micro-batch."""
-    return sorted(micro_batches, key=_num_bytes, reverse=True)[:2]
+def _make_optimizer_state(step: Step, micro_batches: list[Any]) -> None:
+    if all(optimizer.state for optimizer in step.optimizers):
+        return
+    if step.attempt(LogicalBatch(micro_batches[:1]), None, step.named_parameters()).skipped:
+        step_with_zeros(step)
+    step.clear()
 
 
 def _num_bytes(micro_batch: Any) -> int:

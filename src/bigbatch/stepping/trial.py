@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,66 +22,75 @@ def put_back_afterwards(step: Step) -> Iterator[None]:
 
     Copies lie on the host, so that a trial on a device needs no more of its memory than a step does.
     """
-    check_no_gradients(step.named_parameters())
-    tensors = [(t, _copy(t)) for t in _tensors_of(step)]
-    optimizers = [(optimizer, _OptimizerState(optimizer)) for optimizer in step.optimizers]
-    scaler = step.accumulator.precision.scaler
+    named = step.named_parameters()
+    check_no_gradients(named, parameters_of(step.optimizers))
+    accumulator = step.accumulator
+    parameters = [_Kept(p) for p in {id(p): p for p in [*step.model.parameters(), *named.values()]}.values()]
+    buffers = [(m._buffers, name, _Kept(t)) for m in step.model.modules() for name, t in m._buffers.items()]
+    optimizers = [_OptimizerState(optimizer) for optimizer in step.optimizers]
+    scaler = accumulator.precision.scaler
     scaler_state = None if scaler is None else copy.deepcopy(scaler.__dict__)
-    generators = Generators(step.accumulator.device)
+    generators, is_first, listener = Generators(accumulator.device), accumulator.is_first, step.on_micro_batch
+    step.on_micro_batch = None
     try:
         yield
     finally:
         step.clear()
-        with torch.no_grad():
-            for tensor, kept in tensors:
-                tensor.copy_(kept)
-        for optimizer, state in optimizers:
-            state.restore(optimizer)
+        for kept in parameters:
+            kept.restore()
+        for owner, name, kept in buffers:
+            owner[name] = kept.restore()
+        for state in optimizers:
+            state.restore()
         if scaler is not None and scaler_state is not None:
             scaler.__dict__.update(scaler_state)
         generators.restore()
+        accumulator.is_first, step.on_micro_batch = is_first, listener
 
 
-def _tensors_of(step: Step) -> list[torch.Tensor]:
-    buffers = list(step.model.buffers())
-    return [*step.model.parameters(), *step.named_parameters().values(), *buffers]
+class _Kept:
+    """A value as it is now; a tensor comes back as the same tensor."""
 
+    def __init__(self, value: Any):
+        self._value = value
+        is_tensor = isinstance(value, torch.Tensor)
+        self._copy = value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    def restore(self) -> Any:
+        if not isinstance(self._value, torch.Tensor):
+            return self._copy
+        # Not by its version: fused kernels leave none. One that is the same is left alone, so that nobody who watches
+        # versions takes it for changed.
+        if not torch.equal(self._value.detach().to("cpu"), self._copy):
+            with torch.no_grad():
+                self._value.copy_(self._copy)
+        return self._value
 
 
 class _OptimizerState:
-    """State of an optimizer as it was; tensors that were there keep their identity."""
+    """State and settings of an optimizer as they are now."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self._state = {p: {k: (v, self._kept(v)) for k, v in state.items()} for p, state in optimizer.state.items()}
-        self._groups = [
-            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
+        self._optimizer = optimizer
+        self._state = {p: _kept_values(state) for p, state in optimizer.state.items()}
+        self._groups = [_kept_values(group, but="params") for group in optimizer.param_groups]
 
-    @staticmethod
-    def _kept(value: Any) -> Any:
-        return _copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.state.clear()
+    def restore(self) -> None:
+        self._optimizer.state.clear()
         for p, state in self._state.items():
-            restored = optimizer.state[p] = {}
-            for name, (value, kept) in state.items():
-                if isinstance(value, torch.Tensor):
-                    with torch.no_grad():
-                        value.copy_(kept)
-                restored[name] = value if isinstance(value, torch.Tensor) else kept
-        for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
+            self._optimizer.state[p] = {name: kept.restore() for name, kept in state.items()}
+        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in [name for name in group if name != "params" and name not in kept]:
                 del group[name]
-            group.update(kept)
+            group.update({name: value.restore() for name, value in kept.items()})
 
 
-def materialise_state(step: Step) -> None:
-    """Let the optimizers create their state, which they do at their first step: a step with zero gradients."""
+def _kept_values(values: MutableMapping[str, Any], but: str | None = None) -> dict[str, _Kept]:
+    return {name: _Kept(value) for name, value in values.items() if name != but}
+
+
+def step_with_zeros(step: Step) -> None:
+    """Let the optimizers step with gradients of zero, as the step of a skipped batch would."""
     for p in parameters_of(step.optimizers):
         if p.requires_grad:
             p.grad = torch.zeros_like(p)

@@ -19,8 +19,18 @@ class _Buffer:
     def look(self) -> None:
         """Note whether it changed since the last look."""
         now = self.owner._buffers.get(self.name)
-        if now is not None and (now is not self.tensor or now._version != self.version):
-            self.tensor, self.version, self.changes = now, now._version, True
+        if now is None or self.changes:
+            return
+        # By value where there is a copy, because the kernel of BatchNorm leaves no new version.
+        same = now is self.tensor and now._version == self.version
+        self.changes = not same or (self.copy is not None and not torch.equal(self.copy, now))
+        self.tensor, self.version = now, now._version
+
+    def keep(self) -> None:
+        """Copy it as it is now."""
+        now = self.owner._buffers.get(self.name)
+        if now is not None:
+            self.tensor, self.copy = now, now.detach().clone()
 
 
 class Undo:
@@ -49,8 +59,15 @@ class Undo:
         self.rng = Generators(device)
         for buffer in self._buffers:
             buffer.look()
-            buffer.copy = buffer.tensor.detach().clone() if self._first or buffer.changes else None
+            if self._first or buffer.changes:
+                buffer.keep()
         self._first = False
+
+    def let_go(self) -> None:
+        """The step has succeeded: free the copies, and learn from them what changes."""
+        for buffer in self._buffers:
+            buffer.look()
+            buffer.copy = None
 
     def restore(self, *, random_numbers: bool = True) -> None:
         """Put it back; ``random_numbers=False`` leaves the generators where they are."""
