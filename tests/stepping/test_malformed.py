@@ -462,3 +462,16 @@ def test_the_remedy_for_one_value_per_channel_is_not_what_was_given():
         world.step(micro_batch_size=2)(batch)
 
     assert "at least 2" not in str(found.value)
+
+
+def test_a_weight_that_does_not_add_up_is_found_after_a_small_first_batch():
+    """One micro-batch adds up to itself, so the first step that is cut is the one to look at."""
+    world = World()
+    step = world.step(weight=lambda batch: len(batch["x"]) ** 2)
+    step({name: tensor[:2] for name, tensor in make_batch().items()})
+    before = world.state()
+
+    with pytest.raises(bb.LossError, match="add up to 12, but that of the whole batch is 36"):
+        step(make_batch())
+
+    assert world.state() == before
