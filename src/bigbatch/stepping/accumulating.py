@@ -93,6 +93,8 @@ class Accumulator:
         self.precision = Precision(options.precision, self.device.type)
         self.on_micro_batch: OnMicroBatch | None = None
         self._weigher = Weigher(options.weight)
+        self._weights_add_up = not self._weigher.has_callable
+        self._labels_were_seen = False
         self._accumulation_dtype = accumulation_dtype_of(options.accumulation_dtype)
         self._modules: tuple[nn.Module, ...] = ()
         self._look_at_modules()
@@ -168,8 +170,7 @@ class Accumulator:
         try:
             pieces = self.cut(batch, micro_batch_size)
             _check_something_counts(pieces)
-            if self.is_first:
-                self._check_weights_add_up(batch, pieces)
+            self._check_weights_add_up(batch, pieces)
         except BaseException:
             self._undo.restore()  # a collate of the user's draws random numbers
             raise
@@ -231,16 +232,19 @@ class Accumulator:
             done.exactness = "approximate"
         elif len(done.sizes) > 1 and self._generators.were_used():
             done.exactness = "same in distribution"
-        if self.is_first and self._weigher.is_default and done.shares.has_means:
-            _warn_of_ignored_labels(pieces)
+        if not self._labels_were_seen and pieces.count != 1:
+            self._labels_were_seen = True
+            if self._weigher.is_default and done.shares.has_means:
+                _warn_of_ignored_labels(pieces)
 
     def _check_weights_add_up(self, batch: Any, pieces: Pieces) -> None:
         """A weight of the user's own is tried on the whole batch once; the others are known to add up."""
         cut_by_us = not isinstance(batch, LogicalBatch) and self.options.split is None and self.options.collate is None
-        if self._weigher.has_callable and cut_by_us and pieces.count != 1:
+        if not self._weights_add_up and cut_by_us and pieces.count != 1:
             parts = [piece.weights for piece in pieces.pieces]
             num_samples = sum(piece.num_samples for piece in pieces.pieces)
             check_adds_up(parts, self._weigher.weigh([(batch, num_samples)])[0])
+            self._weights_add_up = True
 
     def commit(self) -> None:
         """The step counts: update the running statistics of BatchNorm, and forget how all was before."""
@@ -357,8 +361,7 @@ def _check_concerns_the_gradient(options: StepOptions) -> None:
 
 
 def _warn_of_ignored_labels(pieces: Pieces) -> None:
-    listed = isinstance(pieces.pieces, list)
-    if listed and pieces.count != 1 and any(has_ignored_labels(piece.micro_batch) for piece in pieces.pieces):
+    if isinstance(pieces.pieces, list) and any(has_ignored_labels(piece.micro_batch) for piece in pieces.pieces):
         warnings.warn(
             "The labels hold -100, which a mean over tokens leaves out, but the micro-batches were weighed by samples. "
             'Write weight="tokens", or weight="next_tokens" for a model that shifts the labels inside; '

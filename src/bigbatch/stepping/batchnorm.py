@@ -21,6 +21,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bigbatch.errors import OptionError
 from bigbatch.stepping.compiled import is_compiled, without_compiled_code
+from bigbatch.stepping.undo import Undo
 
 _TORCH_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
 
@@ -193,12 +194,15 @@ class MergedStatistics:
 
     def _count_without_compiled_code(self, dry_run: Callable[[], Any], shape: Any) -> None:
         if shape not in self._counts_by_shape:
+            undo = Undo(self._model)
+            undo.take(next(self._model.parameters()).device)
             self._listen()
             try:
-                with torch.no_grad(), torch.random.fork_rng(), without_compiled_code(self._model):
+                with torch.no_grad(), without_compiled_code(self._model):
                     dry_run()
             finally:
                 self._stop_listening()
+                undo.restore()
             self._counts_by_shape[shape] = {module: layer.counts for module, layer in self._layers.items()}
             for layer in self._layers.values():
                 layer.clear()

@@ -75,6 +75,8 @@ def terms_of(returned: Any) -> list[Term]:
     """
     if isinstance(returned, torch.Tensor):  # by far the most frequent, so it is asked first
         return [Term("loss", "mean", _scalar("loss", returned))]
+    if isinstance(returned, Mapping) and hasattr(returned, "loss"):
+        raise LossError(f"loss_fn returned a {type(returned).__name__}. It has .loss: return that.")
     if isinstance(returned, Mapping):
         named = [(str(name), value) for name, value in returned.items()]
     elif isinstance(returned, tuple | list):
@@ -127,6 +129,8 @@ def _denominator(name: str, denominator: Any) -> torch.Tensor | float:
             )
         if denominator.dim() != 0:
             raise LossError(f"The denominator of the term {name!r} has shape {tuple(denominator.shape)}, not ().")
+        if denominator.is_complex():
+            raise LossError(f"The denominator of the term {name!r} is {denominator}; it is a real number.")
         return denominator
     if isinstance(denominator, bool) or not isinstance(denominator, int | float):
         raise LossError(f"The denominator of the term {name!r} is {denominator!r}; it is a number or a 0-d tensor.")
