@@ -14,7 +14,7 @@ from torch import nn
 from bigbatch.errors import BatchError, GradientError, NonFiniteError, OptionError
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping import sizing
-from bigbatch.stepping.accumulating import Accumulation, Accumulator, OnMicroBatch, named_like
+from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch, named_like
 from bigbatch.stepping.averaging import update_average
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm

@@ -1,0 +1,318 @@
+"""The loop over micro-batches. It exists once; ``accumulate`` and ``Step`` are its users."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.batch.cutting import smallest_without_single
+from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_of
+from bigbatch.batch.moving import on_device
+from bigbatch.batch.structure import is_array, mapped
+from bigbatch.batch.weighing import Weigher, has_ignored_labels
+from bigbatch.errors import BatchError, BigBatchWarning, LossError
+from bigbatch.stepping import batchnorm
+from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
+from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
+from bigbatch.stepping.hooks import HookWatch
+from bigbatch.stepping.losses import terms_of
+from bigbatch.stepping.precision import Precision
+from bigbatch.stepping.shares import Share, Shares
+from bigbatch.stepping.undo import Generators, Undo
+from bigbatch.values import Exactness, StepOptions, StepResult
+
+OnMicroBatch = Callable[[int, int | None], None]
+
+
+class Accumulation:
+    """One step after its last backward: gradients that nothing has used yet.
+
+    Attributes:
+        gradients: In ``.grad``, still scaled and uncorrected.
+        shares: The loss, its terms, and the corrections that the gradients need.
+        sizes: Samples in each micro-batch.
+        exactness: See ``StepResult``.
+    """
+
+    def __init__(self, gradients: Gradients, shares: Shares):
+        self.gradients = gradients
+        self.shares = shares
+        self.sizes: list[int] = []
+        self.exactness: Exactness = "exact"
+
+    def result(self, **happened: Any) -> StepResult:
+        """What is told about it."""
+        terms = self.shares.term_losses()
+        return StepResult(
+            sum(terms.values(), start=torch.zeros(())) if len(terms) > 1 else next(iter(terms.values())),
+            terms=dict(terms),
+            weight=self.shares.weight(),
+            micro_batch_sizes=tuple(self.sizes),
+            exactness=self.exactness,
+            **happened,
+        )
+
+    def non_finite(self, named: dict[str, torch.Tensor]) -> list[str]:
+        """What is NaN or infinite, in words: terms by micro-batch, then gradients of the parameters. Reads them all."""
+        terms = [
+            (f"the term {name!r} of micro-batch {k + 1}", value)
+            for name, values in self.shares.micro_batch_losses().items()
+            for k, value in enumerate(values)
+        ]
+        gradients = [(f"the gradient of {name}", p.grad) for name, p in named.items() if p.grad is not None]
+        return [name for name, tensor in [*terms, *gradients] if not bool(torch.isfinite(tensor).all())]
+
+
+class Accumulator:
+    """Runs forward and backward of the micro-batches of a step, for as many steps as one likes.
+
+    Args:
+        model: Passed to ``loss_fn``.
+        loss_fn: ``loss_fn(model, micro_batch)``; see ``accumulate``.
+        options: Those of a step.
+
+    Attributes:
+        device: Where the first parameter of the model is.
+        precision: Autocast and loss scaling.
+        on_micro_batch: See ``Step``.
+        is_first: Nothing was run yet, so what needs to be looked at once is looked at.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], options: StepOptions):
+        check_model(model)
+        check_loss_fn(loss_fn)
+        self.model = model
+        self.loss_fn = loss_fn
+        self.options = options
+        self.device = _device_of(model)
+        self.precision = Precision(options.precision, self.device.type)
+        self.on_micro_batch: OnMicroBatch | None = None
+        self._weigher = Weigher(options.weight)
+        self._weights_add_up = not self._weigher.has_callable
+        self._labels_were_seen = False
+        self._accumulation_dtype = accumulation_dtype_of(options.accumulation_dtype)
+        self._modules: tuple[nn.Module, ...] = ()
+        self._look_at_modules()
+        self._generators = Generators(self.device)
+        self._coefficients = Coefficients()
+        self.is_first = True
+
+    def cut(self, batch: Any, micro_batch_size: int | None) -> Pieces:
+        """The micro-batches of a batch, weighed."""
+        return pieces_of(batch, micro_batch_size, self.options, self._weigher, self.smallest_micro_batch)
+
+    def _look_at_modules(self) -> None:
+        """Find the layers and buffers that need care; again only when modules have come or gone."""
+        modules = tuple(self.model.modules())
+        if modules == self._modules:
+            return
+        self._modules = modules
+        self._batch_norms = batchnorm.layers_of(self.model)
+        self._statistics = batchnorm.MergedStatistics(self.model) if self.options.batch_norm == "merge" else None
+        self._undo = Undo(self.model, left_out=self._statistics.buffers() if self._statistics else frozenset())
+
+    @property
+    def sees_batch_statistics(self) -> bool:
+        """Whether some layer normalises by the micro-batch it gets."""
+        policy = self.options.batch_norm
+        return any(batchnorm.uses_batch_statistics(layer, policy) for layer in self._batch_norms)
+
+    @property
+    def smallest_micro_batch(self) -> int:
+        """Samples that a micro-batch should have at least: BatchNorm refuses one value per channel."""
+        return 2 if self.sees_batch_statistics else 1
+
+    def run(
+        self,
+        batch: Any,
+        micro_batch_size: int | None,
+        named_parameters: dict[str, torch.Tensor],
+        *,
+        only_these: bool = False,
+    ) -> Accumulation:
+        """Forward and backward of every micro-batch. If anything fails, all is as it was before.
+
+        Args:
+            batch: See ``accumulate``.
+            micro_batch_size: Samples in a micro-batch, at most; None: the whole batch at once.
+            named_parameters: Those that may get a gradient.
+            only_these: Compute no other gradients.
+        """
+        check_one_process()
+        self.device = _device_of(self.model)  # a model may be moved, or get other layers, between two steps
+        self._look_at_modules()
+        pieces = self._pieces_or_nothing(batch, micro_batch_size)
+        self._generators = Generators(self.device)
+        if self._statistics:
+            self._statistics.start()
+        parameters = list(named_parameters.values())
+        gradients = Gradients(parameters, self._accumulation_dtype, self._coefficients, only_these=only_these)
+        watch = HookWatch(named_parameters, keep_copies=self.is_first)
+        done = Accumulation(gradients, Shares(pieces))
+        try:
+            self._loop(pieces, done, watch)
+        except BaseException:
+            watch.undo()
+            self.abandon(done)
+            raise
+        finally:
+            watch.stop()
+        self.is_first = False
+        return done
+
+    def _pieces_or_nothing(self, batch: Any, micro_batch_size: int | None) -> Pieces:
+        self._undo.take(self.device)
+        try:
+            pieces = self.cut(batch, micro_batch_size)
+            _check_something_counts(pieces)
+            self._check_weights_add_up(batch, pieces)
+        except BaseException:
+            self._undo.restore()  # a collate of the user's draws random numbers
+            raise
+        return pieces
+
+    def _loop(self, pieces: Pieces, done: Accumulation, watch: HookWatch) -> None:
+        scaler = self.precision.scaler
+        reached = False
+        frozen = batchnorm.frozen(self.model) if self.options.batch_norm == "frozen" else nullcontext()
+        with frozen:
+            for piece in on_device(pieces.pieces, self.device):
+                done.sizes.append(piece.num_samples)
+                if self.on_micro_batch is not None:
+                    self.on_micro_batch(len(done.sizes), pieces.count)
+                try:
+                    shares = self._forward(piece, done.shares)
+                    if shares:
+                        done.gradients.backward(shares, scaler.scale if scaler else None)
+                        reached = True
+                except Exception as error:
+                    _say_where(error, done.sizes, pieces)
+                    raise
+                if len(done.sizes) == 1:
+                    watch.check()
+                # Neither the graph nor the micro-batch may be there while the next one computes.
+                del shares, piece
+        watch.check()
+        if not reached:
+            raise LossError(_NOTHING_NEEDS_A_GRADIENT)
+        self._finish(pieces, done)
+
+    def _forward(self, piece: Piece, shares: Shares) -> list[Share]:
+        """Loss of one micro-batch, as what of it is to be backpropagated."""
+        if not any(piece.weights.values()) and shares.only_means:
+            # Nothing of it counts, but train-mode BatchNorm of the big batch would have seen it.
+            if self.sees_batch_statistics:
+                with torch.no_grad():
+                    self._call(piece)
+            return []
+        found = shares.of(terms_of(self._call(piece)), piece)
+        return [share for share in found if share.value.requires_grad]
+
+    def _call(self, piece: Piece) -> Any:
+        if self._statistics:
+            self._statistics.before_forward(lambda: self._call_loss_fn(piece), lambda: _shape_of(piece))
+        returned = self._call_loss_fn(piece)
+        if self._statistics:
+            self._statistics.after_forward()
+        return returned
+
+    def _call_loss_fn(self, piece: Piece) -> Any:
+        if self.precision.autocast_dtype is None:
+            return self.loss_fn(self.model, piece.micro_batch)
+        with self.precision.forward(self.device.type):
+            return self.loss_fn(self.model, piece.micro_batch)
+
+    def _finish(self, pieces: Pieces, done: Accumulation) -> None:
+        if len(done.sizes) > 1 and self.sees_batch_statistics:
+            done.exactness = "approximate"
+        elif len(done.sizes) > 1 and self._generators.were_used():
+            done.exactness = "same in distribution"
+        if not self._labels_were_seen and pieces.count != 1:
+            self._labels_were_seen = True
+            if self._weigher.is_default and done.shares.has_means:
+                _warn_of_ignored_labels(pieces)
+
+    def _check_weights_add_up(self, batch: Any, pieces: Pieces) -> None:
+        """A weight of the user's own is tried on the whole batch once; the others are known to add up."""
+        cut_by_us = not isinstance(batch, LogicalBatch) and self.options.split is None and self.options.collate is None
+        if not self._weights_add_up and cut_by_us and pieces.count != 1:
+            parts = [piece.weights for piece in pieces.pieces]
+            num_samples = sum(piece.num_samples for piece in pieces.pieces)
+            check_adds_up(parts, self._weigher.weigh([(batch, num_samples)])[0])
+            self._weights_add_up = True
+
+    def commit(self) -> None:
+        """The step counts: update the running statistics of BatchNorm, and forget how all was before."""
+        self._undo.let_go()
+        if self._statistics:
+            self._statistics.commit()
+
+    def abandon(self, done: Accumulation, *, random_numbers: bool = True) -> None:
+        """The step does not count: put gradients, buffers and, unless told otherwise, random numbers back."""
+        done.gradients.restore()
+        if self._statistics:
+            self._statistics.restore()
+        self._undo.restore(random_numbers=random_numbers)
+
+
+def named_like(model: nn.Module, parameters: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the parameters that need a gradient, by their names in the model, or by their place in the list."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(parameters) if p.requires_grad}
+
+
+_NOTHING_NEEDS_A_GRADIENT = (
+    "The loss does not depend on any parameter that needs a gradient. Something between the parameters and the loss "
+    "runs under torch.no_grad(), calls .detach() or .item(), or all parameters are frozen (requires_grad=False)."
+)
+
+
+def _check_something_counts(pieces: Pieces) -> None:
+    for term, total in (pieces.totals or {}).items():
+        if total == 0:
+            of_term = f" of the term {term!r}" if term is not None else ""
+            raise LossError(
+                f"The weight{of_term} is 0 over the whole batch: nothing in it counts (for example, every token is "
+                f"padding), so its mean loss is 0 / 0. Leave such a batch out."
+            )
+
+
+def _warn_of_ignored_labels(pieces: Pieces) -> None:
+    if isinstance(pieces.pieces, list) and any(has_ignored_labels(piece.micro_batch) for piece in pieces.pieces):
+        warnings.warn(
+            "The labels hold -100, which a mean over tokens leaves out, but the micro-batches were weighed by samples. "
+            'Write weight="tokens", or weight="next_tokens" for a model that shifts the labels inside; '
+            'weight="samples" if the loss is a mean over samples after all.',
+            BigBatchWarning,
+            stacklevel=5,
+        )
+
+
+def _say_where(error: Exception, sizes: list[int], pieces: Pieces) -> None:
+    """Add the micro-batch that an error came from to it."""
+    first, size = sum(sizes[:-1]), sizes[-1]
+    place = f"micro-batch {len(sizes)}{f' of {pieces.count}' if pieces.count else ''}"
+    place += f", samples {first} to {first + size - 1}" if size else ""
+    if isinstance(error, ValueError) and "Expected more than 1 value per channel" in str(error):
+        needed = smallest_without_single(pieces.num_samples)
+        raise BatchError(
+            f"A BatchNorm layer got one value per channel, which has no variance ({place}). Give a micro_batch_size "
+            f'of at least {needed}, or batch_norm="frozen". Torch says: {error}'
+        ) from error
+    error.add_note(f"In {place}.")
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _shape_of(piece: Piece) -> Any:
+    shapes: list[Any] = []
+    mapped(lambda value: shapes.append(tuple(value.shape) if is_array(value) else None), piece.micro_batch)
+    return tuple(shapes)
