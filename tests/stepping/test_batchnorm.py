@@ -114,7 +114,6 @@ def test_running_statistics_are_those_of_the_big_batch(num_dims, micro_batch_siz
         assert counts(ours) == counts(truth) == [3]
 
 
-# reason="with momentum 0 num_batches_tracked is counted once per micro-batch", strict=True
 def test_with_momentum_zero_the_batches_are_counted_all_the_same():
     ours = Scaled(nn.BatchNorm1d(CHANNELS, momentum=0.0)).double()
 
@@ -164,7 +163,6 @@ class CalledThreeTimes(nn.Module):
         return torch.cat([part.flatten(1) for part in parts], 1)
 
 
-# reason="zeroing the statistics between two calls spoils what backward saved", strict=True
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_layer_called_three_times_is_updated_three_times(momentum):
     ours = CalledThreeTimes(momentum)
@@ -540,7 +538,6 @@ def test_frozen_uses_the_running_statistics_and_is_exact():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-# reason="frozen is taken for exact though such a layer sees its micro-batch", strict=True
 def test_frozen_leaves_layers_without_statistics_as_they_are():
     model = Scaled(nn.BatchNorm1d(CHANNELS, track_running_stats=False)).double()
     (batch,) = inputs(1, 9, num_steps=1)
@@ -632,7 +629,6 @@ def test_micro_batches_of_one_image_have_many_values_per_channel():
     assert statistics_error(model, truth) <= TOLERANCE
 
 
-# reason="the message says to give 2, which was given", strict=True
 def test_two_samples_at_a_time_leave_no_cut_for_an_odd_batch():
     """9 samples cannot be cut into pieces of 2: the error says that it is the rest, and what to give."""
     model = Scaled(nn.BatchNorm1d(CHANNELS)).double()
@@ -671,7 +667,6 @@ def test_a_model_that_moves_to_another_dtype_after_the_step_was_made():
     assert statistics_error(model, truth) <= TOLERANCE
 
 
-# reason="the layers are listed when the step is made", strict=True
 def test_a_layer_that_joins_the_model_after_the_step_was_made():
     model = Scaled(nn.Identity())
     step = bb.Step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.01), micro_batch_size=4)

@@ -271,7 +271,6 @@ def test_a_buffer_that_changes_for_the_first_time_in_the_step_that_fails():
     assert_same(state(model), before)
 
 
-@pytest.mark.xfail(reason="buffers are listed when the step is made", strict=True)
 def test_a_module_that_joins_the_model_after_the_step_was_made():
     model = nn.Sequential(nn.Identity(), nn.Linear(NUM_FEATURES, 2))
     failing = FailsAt(None)
@@ -315,6 +314,8 @@ def test_what_is_copied_is_what_changes():
         undo.take(torch.device("cpu"))
         model(torch.ones(1, 2))
         copies.append([buffer.name for buffer in undo._buffers if buffer.copy is not None])
+        if len(copies) < 3:
+            undo.let_go()
 
     assert copies == [["table", "calls"], ["calls"], ["calls"]]
     undo.restore()
