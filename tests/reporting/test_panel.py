@@ -9,6 +9,7 @@ from rich.console import Console
 
 from bigbatch.reporting.panel import LivePanel, PlainLines
 from bigbatch.training.loop import Run
+from bigbatch.training.preflight import preflight
 from tests.training.tiny import network, tiny_task
 
 
@@ -109,3 +110,11 @@ def test_a_run_without_evaluation_has_no_such_row():
 
     assert "evaluation" not in text
     assert "not asked for" in text
+
+
+def test_the_panel_shows_a_preflight_too():
+    out = io.StringIO()
+    panel = LivePanel(Console(file=out, force_terminal=True, width=100), lambda: 0)
+
+    assert preflight(tiny_task(), num_steps=10, memory_budget="1MiB", listeners=[panel]).go
+    assert "tiny trains" in out.getvalue()

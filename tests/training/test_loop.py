@@ -282,3 +282,18 @@ def test_a_run_is_as_exact_as_its_weakest_step():
 
     assert recorder.steps[-1].result.exactness == "exact"
     assert result.exactness == "approximate"
+
+
+def test_a_batch_larger_than_the_data_is_told():
+    with pytest.warns(bb.BigBatchWarning, match="batch_size=64, but there are 50 samples: each step sees 50"):
+        run = Run(tiny_task(batch_size=64))
+
+    assert [record.num_samples for record in run.steps()] == [50, 50, 50]
+
+
+def test_every_run_begins_with_the_scaler_that_was_given():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    run = Run(tiny_task(precision=scaler))
+
+    assert run.train().num_skipped > 0  # that scale overflows in fp16
+    assert scaler.get_scale() == 2.0**40

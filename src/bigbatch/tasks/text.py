@@ -36,7 +36,7 @@ def text() -> Task:
         max_grad_norm=1.0,
         eval_data=lambda: Paragraphs(train=False),
         evaluate=_evaluate,
-        batch_size=256,
+        batch_size=128,
         epochs=6,
     )
 

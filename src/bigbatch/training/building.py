@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from bigbatch.errors import TaskError
+from bigbatch.errors import BigBatchWarning, TaskError
 from bigbatch.stepping.checks import optimizers_of
 from bigbatch.stepping.learning_rate import total_steps
 from bigbatch.training.data import check_map_style
@@ -56,6 +57,12 @@ def build(task: Task, device: torch.device, *, dtype: torch.dtype | None = None)
     eval_data = task.eval_data() if task.eval_data is not None else None
     if eval_data is not None:
         check_map_style(eval_data, "eval_data")
+    if task.batch_size > len(train_data):
+        warnings.warn(
+            f"batch_size={task.batch_size}, but there are {len(train_data)} samples: each step sees {len(train_data)}.",
+            BigBatchWarning,
+            stacklevel=3,
+        )
     torch.manual_seed(task.seed)
     model = _model_of(task).to(device=device, dtype=dtype)
     num_steps = total_steps(len(train_data), task.batch_size, epochs=task.epochs)

@@ -38,7 +38,7 @@ class DirectSteps:
         self.task = task
         self.parts = parts
         self.device = device
-        self.precision = Precision(task.precision, device.type)
+        self.precision = Precision(parts.options.precision, device.type)
         schedulers = parts.options.scheduler
         self.schedulers = (
             schedulers if isinstance(schedulers, list | tuple) else [schedulers] * (schedulers is not None)

@@ -12,7 +12,7 @@ import torch
 
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.stepping.step import Step
-from bigbatch.training.building import build
+from bigbatch.training.building import Parts, build
 from bigbatch.training.data import eval_loader, train_loader
 from bigbatch.training.evaluating import evaluate
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord, weaker
@@ -27,6 +27,7 @@ class Run:
         task: What is run.
         parts: What was built from it; ``parts.model`` is the trained model.
         step: The ``Step``.
+        info: What it is about to do.
         peak_bytes: Counted peak of a real steady step, as soon as there was one.
         peak_step: That step.
 
@@ -66,23 +67,8 @@ class Run:
             **vars(self.parts.options),
         )
         self.step.on_micro_batch = lambda number, count: self._tell("micro_batch", number, count)
+        self.info = _info_of(task, self.parts, self.step, self.device)
         self._clock = _Clock()
-
-    @property
-    def info(self) -> RunInfo:
-        """What this run is about to do."""
-        num_samples = len(self.parts.train_data)
-        return RunInfo(
-            task=self.task.name,
-            device=str(self.device),
-            num_parameters=sum(p.numel() for p in self.parts.model.parameters() if p.requires_grad),
-            num_samples=num_samples,
-            batch_size=min(self.task.batch_size, num_samples),
-            num_epochs=self.task.epochs,
-            total_steps=self.parts.total_steps,
-            seed=self.task.seed,
-            budget_bytes=self.step.budget_bytes,
-        )
 
     def train(self) -> RunResult:
         """Run all epochs.
@@ -91,7 +77,6 @@ class Run:
             BigBatchError: A step, the evaluation or the search for a micro-batch size failed.
         """
         try:
-            self._tell("began", self.info)
             epochs, tally = [], _Tally()
             for record in self.steps():
                 tally.add(record)
@@ -106,6 +91,7 @@ class Run:
 
     def steps(self, limit: int | None = None) -> Iterator[StepRecord]:
         """Make the optimizer steps of the run, or the first ``limit`` of them, one for each record."""
+        self._tell("began", self.info)
         self._clock.start()
         for index, batch in enumerate(islice(train_loader(self.task, self.parts.train_data), limit)):
             if index == 0 and self.step.budget_bytes is not None:
@@ -199,6 +185,20 @@ class Run:
             samples_per_second=self._clock.samples_per_second,
             epochs=tuple(epochs),
         )
+
+
+def _info_of(task: Task, parts: Parts, step: Step, device: torch.device) -> RunInfo:
+    return RunInfo(
+        task=task.name,
+        device=str(device),
+        num_parameters=sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
+        num_samples=len(parts.train_data),
+        batch_size=min(task.batch_size, len(parts.train_data)),
+        num_epochs=task.epochs,
+        total_steps=parts.total_steps,
+        seed=task.seed,
+        budget_bytes=step.budget_bytes,
+    )
 
 
 @dataclass

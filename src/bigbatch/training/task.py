@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,7 +109,9 @@ class Task(StepOptions):
             OptionError: An option has a value that it cannot have.
         """
         options = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(StepOptions)}
-        return StepOptions(**{**options, "scheduler": scheduler, "ema": ema})
+        # One's own GradScaler learns its scale, and each run begins with the one that was given.
+        own = {"scheduler": scheduler, "ema": ema, "precision": copy.deepcopy(self.precision)}
+        return StepOptions(**{**options, **own})
 
 
 _REQUIRED = {
