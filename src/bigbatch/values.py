@@ -102,7 +102,8 @@ class Plan(_Json):
             size = getattr(self, name)
             if size is not None or name == "micro_batch_size":
                 check_positive(name, size)
-        if isinstance(self.recompute, str) or not all(_is_name_or_group(entry) for entry in self.recompute):
+        listed = isinstance(self.recompute, tuple | list)
+        if not listed or not all(_is_name_or_group(entry) for entry in self.recompute):
             raise OptionError(
                 f"recompute={self.recompute!r}; it holds names of modules and tuples of such names: "
                 f'recompute=("blocks.0", ("blocks.1", "blocks.2")).'
@@ -191,9 +192,12 @@ class StepOptions:
                 raise OptionError(f"{name}={getattr(self, name)!r} cannot be called; {name} is a function.")
         if self.collate is not None and self.split is not None:
             raise OptionError("collate= and split= were both given; one of them makes the micro-batches: take one.")
-        if self.ema is not None and not (hasattr(self.ema, "update_parameters") or hasattr(self.ema, "update")):
-            raise OptionError(f"ema={type(self.ema).__name__} has neither update_parameters(model) nor update().")
+        for name in ("grad_norm", "zero_missing_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}={getattr(self, name)!r}; it is True or False.")
         check_batch_dims(self.batch_dims)
+        if self.collate is not None and self.batch_dims is not None:
+            raise OptionError("batch_dims has no effect beside collate=, which makes each micro-batch. Leave it out.")
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> StepOptions:
@@ -225,6 +229,9 @@ _PEERS_WORDS = {
     "mixed_precision": 'It is called precision here: "bf16" or "fp16".',
     "scaler": "Give the GradScaler as precision=.",
     "lr_scheduler": "It is called scheduler here.",
+    "plan": "bb.apply(plan, model) puts its recompute on; give micro_batch_size=plan.micro_batch_size.",
+    "memory_budget": "bb.Step finds the micro-batch size for a budget; here give micro_batch_size=.",
+    "batch_size": "The batch that is handed over says its size; give micro_batch_size=.",
     "collate_fn": "It is called collate here.",
     "gradient_checkpointing": "Recomputed modules are part of a plan: plan=bb.Plan(..., recompute=(names)).",
     "activation_checkpointing": "Recomputed modules are part of a plan: plan=bb.Plan(..., recompute=(names)).",

@@ -82,7 +82,15 @@ def accumulate(
 
 def _check_concerns_the_gradient(options: StepOptions) -> None:
     plain = StepOptions()
-    for name in ("max_grad_norm", "grad_norm", "scheduler", "ema", "zero_missing_gradients", "on_non_finite"):
+    for name in (
+        "max_grad_norm",
+        "grad_norm",
+        "scheduler",
+        "ema",
+        "zero_missing_gradients",
+        "on_non_finite",
+        "max_skipped",
+    ):
         if getattr(options, name) != getattr(plain, name):
             raise OptionError(f"{name} is done after the gradient, by Step; accumulate only adds to .grad.")
     if options.precision in ("fp16", torch.float16):

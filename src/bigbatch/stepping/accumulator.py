@@ -15,7 +15,7 @@ from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, p
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.structure import is_array, mapped
 from bigbatch.batch.weighing import Weigher, has_ignored_labels
-from bigbatch.errors import BatchError, BigBatchWarning, LossError
+from bigbatch.errors import BatchError, BigBatchWarning, GradientError, LossError
 from bigbatch.stepping import batchnorm
 from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
 from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
@@ -80,7 +80,6 @@ class Accumulator:
         device: Where the first parameter of the model is.
         precision: Autocast and loss scaling.
         on_micro_batch: See ``Step``.
-        is_first: Nothing was run yet, so what needs to be looked at once is looked at.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], options: StepOptions):
@@ -95,12 +94,15 @@ class Accumulator:
         self._weigher = Weigher(options.weight)
         self._weights_add_up = not self._weigher.has_callable
         self._labels_were_seen = False
-        self._accumulation_dtype = accumulation_dtype_of(options.accumulation_dtype)
+        self._accumulation_dtype = accumulation_dtype_of(options.accumulation_dtype, model)
         self._modules: tuple[nn.Module, ...] = ()
         self._look_at_modules()
         self._generators = Generators(self.device)
         self._coefficients = Coefficients()
-        self.is_first = True
+        self._trusted_hooks: set[Any] = set()
+        # Python's and NumPy's random numbers are drawn by functions that make batches; reading them takes time.
+        made_by_user = options.collate is not None or options.split is not None or self._weigher.has_callable
+        self._draws_anywhere = made_by_user
 
     def cut(self, batch: Any, micro_batch_size: int | None) -> Pieces:
         """The micro-batches of a batch, weighed."""
@@ -152,7 +154,7 @@ class Accumulator:
             self._statistics.start()
         parameters = list(named_parameters.values())
         gradients = Gradients(parameters, self._accumulation_dtype, self._coefficients, only_these=only_these)
-        watch = HookWatch(named_parameters, keep_copies=self.is_first)
+        watch = HookWatch(named_parameters, self._modules, self._trusted_hooks)
         done = Accumulation(gradients, Shares(pieces))
         try:
             self._loop(pieces, done, watch)
@@ -162,11 +164,17 @@ class Accumulator:
             raise
         finally:
             watch.stop()
-        self.is_first = False
+        self._trusted_hooks |= watch.hooks
+        if only_these and all(p.grad is None for p in parameters):
+            self.abandon(done)
+            raise GradientError(
+                "The loss reaches none of the parameters= that were given. Give those that it depends on; for all of "
+                "the model leave parameters= out."
+            )
         return done
 
     def _pieces_or_nothing(self, batch: Any, micro_batch_size: int | None) -> Pieces:
-        self._undo.take(self.device)
+        self._undo.take(self.device, everywhere=self._draws_anywhere)
         try:
             pieces = self.cut(batch, micro_batch_size)
             _check_something_counts(pieces)
@@ -193,7 +201,7 @@ class Accumulator:
                 except Exception as error:
                     _say_where(error, done.sizes, pieces)
                     raise
-                if len(done.sizes) == 1:
+                if len(done.sizes) <= 2:
                     watch.check()
                 # Neither the graph nor the micro-batch may be there while the next one computes.
                 del shares, piece

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from bigbatch.errors import OptionError
 
-def update_average(ema: Any, model: nn.Module) -> None:
-    """Update a moving average: ``update_parameters(model)``, ``update(model)`` or ``update()``, whichever it has."""
-    if hasattr(ema, "update_parameters"):
-        ema.update_parameters(model)
-        return
+
+def updater_of(ema: Any) -> Callable[[nn.Module], Any] | None:
+    """How to update a moving average: ``update_parameters(model)``, ``update(model)`` or ``update()``.
+
+    Raises:
+        OptionError: It is none, or its ``update`` needs more than the model.
+    """
+    if ema is None:
+        return None
+    update = getattr(ema, "update_parameters", None) or getattr(ema, "update", None)
+    if isinstance(ema, type | Mapping | set) or not callable(update):
+        hint = f" Make one: {ema.__name__}(model)." if isinstance(ema, type) else ""
+        kind = f"the class {ema.__name__}" if isinstance(ema, type) else f"a {type(ema).__name__}"
+        raise OptionError(f"ema is {kind}, which has no update_parameters(model), update(model) or update().{hint}")
     try:
-        takes_model = (
-            bool(_required(inspect.signature(ema.update))) or "model" in inspect.signature(ema.update).parameters
-        )
+        signature = inspect.signature(update)
     except ValueError:
-        takes_model = True
-    ema.update(model) if takes_model else ema.update()
+        return update
+    if _can_be_called(signature) and "model" not in signature.parameters:
+        return lambda model: update()
+    if not _can_be_called(signature, None):
+        raise OptionError(
+            f"ema.{update.__name__}{signature} needs more than the model; give an object with update(model)."
+        )
+    return update
 
 
-def _required(signature: inspect.Signature) -> list[str]:
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.default is inspect.Parameter.empty and parameter.kind in positional
-    ]
+def _can_be_called(signature: inspect.Signature, *args: Any) -> bool:
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,12 +27,13 @@ def check_model(model: Any) -> None:
 
 def check_loss_fn(loss_fn: Any) -> None:
     """Raise ``ArgumentError`` unless it can be called as ``loss_fn(model, micro_batch)``."""
-    if isinstance(loss_fn, nn.Module) or getattr(loss_fn, "__module__", None) == "torch.nn.functional":
-        name = type(loss_fn).__name__ if isinstance(loss_fn, nn.Module) else f"F.{loss_fn.__name__}"
-        call = f"nn.{name}()" if isinstance(loss_fn, nn.Module) else name
+    inner = loss_fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if name := _name_of_plain_loss(inner):
         raise ArgumentError(
-            f"loss_fn is {call}, which takes predictions and targets; it is a function of the model and a micro-batch. "
-            f"Write: loss_fn=lambda model, batch: {call}(model(batch[0]), batch[1])"
+            f"loss_fn is {name}, which takes predictions and targets; it is a function of the model and a micro-batch. "
+            f"Write: loss_fn=lambda model, batch: {name}(model(batch[0]), batch[1])"
         )
     if not callable(loss_fn):
         raise ArgumentError(
@@ -46,6 +48,14 @@ def check_loss_fn(loss_fn: Any) -> None:
         ) from None
     except ValueError:  # a builtin without a signature: the call will tell
         pass
+
+
+def _name_of_plain_loss(loss_fn: Any) -> str | None:
+    """How one would write a loss of torch, or a module; None for anything else."""
+    kind = loss_fn if isinstance(loss_fn, type) else type(loss_fn)
+    if issubclass(kind, nn.Module):
+        return f"nn.{kind.__name__}()" if kind.__module__.startswith("torch.nn.") else f"{kind.__name__}()"
+    return f"F.{loss_fn.__name__}" if getattr(loss_fn, "__module__", None) == "torch.nn.functional" else None
 
 
 def optimizers_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -65,7 +75,10 @@ def optimizers_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
                 f"optimizer is {_described(one)}; it is a torch.optim.Optimizer, or a list of them.{hint}"
             )
         if isinstance(one, torch.optim.LBFGS):
-            raise OptionError("LBFGS evaluates the loss several times in one step, which a step here does not do.")
+            raise OptionError(
+                "LBFGS evaluates the loss several times in one step, which a step here does not do. Call bb.accumulate "
+                "in its closure, or take another optimizer."
+            )
     seen: dict[int, int] = {}
     for i, one in enumerate(found):
         for p in parameters_of((one,)):
@@ -94,7 +107,7 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
                 "ReduceLROnPlateau needs a metric, which a step does not have. Leave it out of the options and call "
                 "scheduler.step(metric) yourself after each evaluation."
             )
-        if not callable(getattr(one, "step", None)) or isinstance(one, torch.optim.Optimizer | type):
+        if not _can_step(one):
             raise OptionError(f"scheduler is {_described(one)}; it is a torch.optim.lr_scheduler, or a list of them.")
         if all(getattr(one, "optimizer", own) is not own for own in optimizers):
             raise OptionError(
@@ -102,6 +115,18 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
                 f"make it from the optimizer that Step gets."
             )
     return found
+
+
+def _can_step(scheduler: Any) -> bool:
+    if isinstance(scheduler, torch.optim.Optimizer | type) or not callable(getattr(scheduler, "step", None)):
+        return False
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature: the call will tell
+        pass
+    return True
 
 
 def check_one_process() -> None:

@@ -68,7 +68,11 @@ def scale_learning_rate(
         raise OptionError(f'rule={rule!r}; it is "linear" (SGD) or "sqrt" (Adam).')
     if warmup_steps != 0:
         check_positive("warmup_steps", warmup_steps)
-    (one,) = optimizers_of(optimizer)
+    (one, *others) = optimizers_of(optimizer)
+    if others:
+        raise OptionError(
+            f"scale_learning_rate takes one optimizer, found {1 + len(others)}; call it for each of them."
+        )
     growth = to_batch_size / from_batch_size
     for group in one.param_groups:
         for name in ("lr", "initial_lr"):

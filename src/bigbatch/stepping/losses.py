@@ -116,7 +116,10 @@ def _scalar(name: str, value: Any) -> torch.Tensor:
             f"Write .mean() for the mean over the samples, or Sum(loss.sum()) for their sum."
         )
     if not value.is_floating_point():
-        raise LossError(f"The term {name!r} of the loss has dtype {value.dtype}; it is a floating point number.")
+        raise LossError(
+            f"The term {name!r} of the loss has dtype {value.dtype}; it is a real floating point number. A count has "
+            f"no gradient: return the loss that was to be minimised."
+        )
     return value
 
 

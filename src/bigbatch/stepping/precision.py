@@ -46,7 +46,8 @@ class Precision:
             self.scaler = precision if precision.is_enabled() else None
             return
         if not isinstance(precision, str | torch.dtype) or precision not in _DTYPES:
-            meant = f' Did you mean "{_PEERS_WORDS[precision]}"?' if precision in _PEERS_WORDS else ""
+            named = isinstance(precision, str) and precision in _PEERS_WORDS
+            meant = f' Did you mean "{_PEERS_WORDS[precision]}"?' if named else ""
             raise OptionError(
                 f'precision={precision!r}; it is "fp32", "bf16", "fp16", the torch dtype, or your GradScaler.{meant} '
                 f"The parameters keep their dtype: cast the model yourself to train in float64 or in pure bfloat16."

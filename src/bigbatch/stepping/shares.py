@@ -79,7 +79,7 @@ class Shares:
         Raises:
             LossError: The terms are others than before, or one has no weight.
         """
-        self._check_same_terms(terms)
+        self._check_same_terms(terms, piece)
         for key, weight in piece.weights.items():
             self._weights_added[key] = self._weights_added.get(key, 0.0) + weight
         found = [self._share(term, piece) for term in terms]
@@ -130,11 +130,17 @@ class Shares:
         """How much larger the whole batch is than this micro-batch, as far as that is known."""
         return self._num_samples / piece.num_samples if self._num_samples and piece.num_samples else 1.0
 
-    def _check_same_terms(self, terms: list[Term]) -> None:
+    def _check_same_terms(self, terms: list[Term], piece: Piece) -> None:
         kinds = [(term.name, term.kind) for term in terms]
         if not self._kinds:
             if len({name for name, _ in kinds}) < len(kinds):
                 raise LossError(f"Two terms of the loss have the same name: {[name for name, _ in kinds]}.")
+            means = {term.name for term in terms if term.kind == "mean"}
+            if unused := sorted(str(key) for key in piece.weights if key is not None and key not in means):
+                raise LossError(
+                    f"weight has the terms {unused}, but the loss has no mean of that name: it has {_list(kinds)}. "
+                    f"Leave them out, or name them as the loss does."
+                )
             self._kinds = kinds
             self._accounts = {name: _Account() for name, _ in kinds}
         elif kinds != self._kinds:

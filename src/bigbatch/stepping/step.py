@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -15,15 +16,15 @@ from bigbatch.errors import BatchError, GradientError, NonFiniteError, OptionErr
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping import sizing
 from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch, named_like
-from bigbatch.stepping.averaging import update_average
+from bigbatch.stepping.averaging import updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
 from bigbatch.stepping.precision import forget_unscaled
+from bigbatch.stepping.state import STATE_VERSION, check_state
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, StepOptions, StepResult, check_positive
 
 _log = logging.getLogger("bigbatch")
-_STATE_VERSION = 1
 
 
 class Step:
@@ -84,6 +85,7 @@ class Step:
         for name, size in (("batch_size", batch_size), ("micro_batch_size", micro_batch_size)):
             if size is not None:
                 check_positive(name, size)
+        self._update_average = updater_of(self.options.ema)
         self.batch_size = batch_size
         self.budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
         self.wanted_micro_batch_size = micro_batch_size
@@ -243,8 +245,8 @@ class Step:
         self._skipped_in_a_row = 0
         for scheduler in self.schedulers:
             scheduler.step()
-        if self.options.ema is not None:
-            update_average(self.options.ema, self.model)
+        if self._update_average is not None:
+            self._update_average(self.model)
 
     def clear(self) -> None:
         """Let go of all gradients."""
@@ -284,6 +286,8 @@ class Step:
 
         On CPU every live tensor storage is counted; on CUDA it is what the allocator says.
         """
+        if micro_batch_size is not None:
+            check_positive("micro_batch_size", micro_batch_size)
         return sizing.measure(self, batch, micro_batch_size)
 
     @property
@@ -298,7 +302,7 @@ class Step:
         """
         scaler, ema = self._accumulator.precision.scaler, self.options.ema
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
             "micro_batch_size": self.micro_batch_size,
@@ -313,26 +317,22 @@ class Step:
         Raises:
             OptionError: It is the state of something else, or of a step with other options. Nothing was loaded.
         """
-        wanted = self.state_dict()
-        if not isinstance(state, dict) or set(state) != set(wanted) or state["version"] != _STATE_VERSION:
-            found = sorted(state) if isinstance(state, dict) else type(state).__name__
-            raise OptionError(
-                f"This is no state of a Step: found {found}, need {sorted(wanted)}, version {_STATE_VERSION}."
-            )
-        for name in ("scaler", "ema"):
-            if (state[name] is None) != (wanted[name] is None):
-                has, needs = ("no", "a") if state[name] is None else ("a", "no")
-                raise OptionError(
-                    f"The state has {has} {name}, but this Step has {needs} {name}; make it with the same options."
-                )
-        if wanted["ema"] is not None:
-            self.options.ema.load_state_dict(state["ema"])
-        if wanted["scaler"] is not None and self._accumulator.precision.scaler is not None:
-            self._accumulator.precision.scaler.load_state_dict(state["scaler"])
+        plan = check_state(state, self.state_dict())
+        before = copy.deepcopy(self.state_dict())
+        try:
+            self._load_ema_and_scaler(state)
+        except Exception as error:
+            self._load_ema_and_scaler(before)
+            raise OptionError(f"The ema or the scaler cannot be loaded: {error}. Nothing was loaded.") from error
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-        if state["plan"] is not None and self.plan is None:
-            self.plan = Plan.from_json(state["plan"])
         self.micro_batch_size = state["micro_batch_size"]
+        self.plan = self.plan or plan
+
+    def _load_ema_and_scaler(self, state: dict[str, Any]) -> None:
+        if state["ema"] is not None:
+            self.options.ema.load_state_dict(state["ema"])
+        if self._accumulator.precision.scaler is not None:
+            self._accumulator.precision.scaler.load_state_dict(state["scaler"])
 
 
 _WHY_NOT_EXACT = {

@@ -30,7 +30,7 @@ def put_back_afterwards(step: Step) -> Iterator[None]:
     optimizers = [_OptimizerState(optimizer) for optimizer in step.optimizers]
     scaler = accumulator.precision.scaler
     scaler_state = None if scaler is None else copy.deepcopy(scaler.__dict__)
-    generators, is_first, listener = Generators(accumulator.device), accumulator.is_first, step.on_micro_batch
+    generators, listener = Generators(accumulator.device, everywhere=True), step.on_micro_batch
     step.on_micro_batch = None
     try:
         yield
@@ -45,7 +45,7 @@ def put_back_afterwards(step: Step) -> Iterator[None]:
         if scaler is not None and scaler_state is not None:
             scaler.__dict__.update(scaler_state)
         generators.restore()
-        accumulator.is_first, step.on_micro_batch = is_first, listener
+        step.on_micro_batch = listener
 
 
 class _Kept:

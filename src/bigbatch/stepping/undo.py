@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from dataclasses import dataclass
 
 import torch
+
+_SMALL_BYTES = 64 * 1024
 
 
 @dataclass
@@ -22,9 +26,9 @@ class _Buffer:
         if now is None or self.changes:
             return
         # By value where there is a copy, because the kernel of BatchNorm leaves no new version.
-        same = now is self.tensor and now._version == self.version
+        same = now is self.tensor and _version_of(now) == self.version
         self.changes = not same or (self.copy is not None and not torch.equal(self.copy, now))
-        self.tensor, self.version = now, now._version
+        self.tensor, self.version = now, _version_of(now)
 
     def keep(self) -> None:
         """Copy it as it is now."""
@@ -36,8 +40,8 @@ class _Buffer:
 class Undo:
     """Copies of the buffers that forwards change, and of the random number generators.
 
-    The first step copies all buffers. Later ones copy those that were seen to change: a causal mask of a few MiB is
-    not copied each time.
+    The first step copies all buffers. Later ones copy the small ones, and those that were seen to change: a causal mask
+    of a few MiB is not copied each time.
 
     Args:
         model: Whose buffers are kept.
@@ -46,7 +50,7 @@ class Undo:
 
     def __init__(self, model: torch.nn.Module, left_out: frozenset[int] = frozenset()):
         self._buffers = [
-            _Buffer(module, name, tensor, tensor._version)
+            _Buffer(module, name, tensor, _version_of(tensor))
             for module in model.modules()
             for name, tensor in module._buffers.items()
             if tensor is not None and id(tensor) not in left_out
@@ -54,12 +58,12 @@ class Undo:
         self._first = True
         self.rng = Generators(torch.device("cpu"))
 
-    def take(self, device: torch.device) -> None:
-        """Remember how everything is now."""
-        self.rng = Generators(device)
+    def take(self, device: torch.device, *, everywhere: bool = False) -> None:
+        """Remember how everything is now; ``everywhere``: the random numbers of Python and NumPy too."""
+        self.rng = Generators(device, everywhere=everywhere)
         for buffer in self._buffers:
             buffer.look()
-            if self._first or buffer.changes:
+            if self._first or buffer.changes or buffer.tensor.nbytes <= _SMALL_BYTES:
                 buffer.keep()
         self._first = False
 
@@ -75,17 +79,31 @@ class Undo:
             for buffer in self._buffers:
                 if buffer.copy is not None:
                     buffer.owner._buffers[buffer.name] = buffer.tensor
-                    buffer.tensor.copy_(buffer.copy)
+                    # What is the same is left alone: an expanded tensor cannot be written to.
+                    if not torch.equal(buffer.tensor, buffer.copy):
+                        buffer.tensor.copy_(buffer.copy)
         if random_numbers:
             self.rng.restore()
 
 
-class Generators:
-    """State of the default random number generators of the host and of one device, when made."""
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
-    def __init__(self, device: torch.device):
+
+class Generators:
+    """State of the default random number generators of the host and of one device, when made.
+
+    Args:
+        device: The device beside the host.
+        everywhere: Those of Python and, where it is loaded, NumPy too.
+    """
+
+    def __init__(self, device: torch.device, *, everywhere: bool = False):
         self._device = device if device.type == "cuda" else None
         self._states = self._now()
+        numpy = sys.modules.get("numpy") if everywhere else None
+        self._of_python = random.getstate() if everywhere else None
+        self._of_numpy = numpy.random.get_state(legacy=False) if numpy is not None else None
 
     def _now(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
@@ -94,7 +112,7 @@ class Generators:
         return states
 
     def were_used(self) -> bool:
-        """Whether random numbers were drawn since."""
+        """Whether torch has drawn random numbers since."""
         return not all(torch.equal(before, now) for before, now in zip(self._states, self._now(), strict=True))
 
     def restore(self) -> None:
@@ -102,3 +120,7 @@ class Generators:
         torch.set_rng_state(self._states[0])
         if self._device is not None:
             torch.cuda.set_rng_state(self._states[1], self._device)
+        if self._of_python is not None:
+            random.setstate(self._of_python)
+        if self._of_numpy is not None:
+            sys.modules["numpy"].random.set_state(self._of_numpy)
