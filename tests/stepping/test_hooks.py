@@ -83,9 +83,10 @@ def test_hooks_are_as_they_were(fails):
 
 
 def test_without_hooks_nothing_is_watched():
-    watch = HookWatch(dict(make_model().named_parameters()), keep_copies=True)
+    model = make_model()
+    watch = HookWatch(dict(model.named_parameters()), model.modules(), set())
 
-    assert watch._watched == {}
+    assert watch._copies == {}
     watch.check()
 
 
@@ -191,9 +192,12 @@ every_fused = pytest.mark.parametrize("fuse", FUSED.values(), ids=FUSED)
 def assert_refused_and_undone(model: nn.Module, run: Callable[[], Any]) -> None:
     before = copy.deepcopy(model.state_dict())
 
-    with pytest.raises(bb.GradientError, match="During backward .*(changed|cleared).*Remove (its|the) hooks"):
+    with pytest.raises(bb.GradientError, match="During backward .*(changed|cleared).*Remove (its|the) hooks") as caught:
         run()
 
+    if hasattr(model, "nodes"):  # torch tells nobody which hooks a node of the graph has, so nothing was copied
+        assert "could not be undone" in str(caught.value)
+        return
     assert all(torch.equal(now, before[name]) for name, now in model.state_dict().items()), "parameters have moved"
     assert all(p.grad is None for p in model.parameters())
 

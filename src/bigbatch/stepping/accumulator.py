@@ -15,7 +15,7 @@ from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, p
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.structure import is_array, mapped
 from bigbatch.batch.weighing import Weigher, has_ignored_labels
-from bigbatch.errors import BatchError, BigBatchWarning, GradientError, LossError
+from bigbatch.errors import BatchError, BigBatchWarning, LossError
 from bigbatch.stepping import batchnorm
 from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
 from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
@@ -94,7 +94,7 @@ class Accumulator:
         self._weigher = Weigher(options.weight)
         self._weights_add_up = not self._weigher.has_callable
         self._labels_were_seen = False
-        self._accumulation_dtype = accumulation_dtype_of(options.accumulation_dtype, model)
+        self._accumulation_dtype = accumulation_dtype_of(options.accumulation_dtype)
         self._modules: tuple[nn.Module, ...] = ()
         self._look_at_modules()
         self._generators = Generators(self.device)
@@ -167,7 +167,7 @@ class Accumulator:
         self._trusted_hooks |= watch.hooks
         if only_these and all(p.grad is None for p in parameters):
             self.abandon(done)
-            raise GradientError(
+            raise LossError(
                 "The loss reaches none of the parameters= that were given. Give those that it depends on; for all of "
                 "the model leave parameters= out."
             )

@@ -31,9 +31,10 @@ def check_loss_fn(loss_fn: Any) -> None:
     while isinstance(inner, functools.partial):
         inner = inner.func
     if name := _name_of_plain_loss(inner):
+        call = name.replace("the class ", "nn.") + "()" if name.startswith("the class") else name
         raise ArgumentError(
             f"loss_fn is {name}, which takes predictions and targets; it is a function of the model and a micro-batch. "
-            f"Write: loss_fn=lambda model, batch: {name}(model(batch[0]), batch[1])"
+            f"Write: loss_fn=lambda model, batch: {call}(model(batch[0]), batch[1])"
         )
     if not callable(loss_fn):
         raise ArgumentError(
@@ -53,6 +54,8 @@ def check_loss_fn(loss_fn: Any) -> None:
 def _name_of_plain_loss(loss_fn: Any) -> str | None:
     """How one would write a loss of torch, or a module; None for anything else."""
     kind = loss_fn if isinstance(loss_fn, type) else type(loss_fn)
+    if issubclass(kind, nn.Module) and isinstance(loss_fn, type):
+        return f"the class {kind.__name__}"
     if issubclass(kind, nn.Module):
         return f"nn.{kind.__name__}()" if kind.__module__.startswith("torch.nn.") else f"{kind.__name__}()"
     return f"F.{loss_fn.__name__}" if getattr(loss_fn, "__module__", None) == "torch.nn.functional" else None
@@ -107,8 +110,13 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
                 "ReduceLROnPlateau needs a metric, which a step does not have. Leave it out of the options and call "
                 "scheduler.step(metric) yourself after each evaluation."
             )
-        if not _can_step(one):
+        if not callable(getattr(one, "step", None)) or isinstance(one, torch.optim.Optimizer | type):
             raise OptionError(f"scheduler is {_described(one)}; it is a torch.optim.lr_scheduler, or a list of them.")
+        if not _can_step_alone(one):
+            raise OptionError(
+                f"{type(one).__name__}.step{inspect.signature(one.step)} needs an argument, such as a metric, which "
+                f"a step does not have. Leave it out of the options and step it yourself."
+            )
         if all(getattr(one, "optimizer", own) is not own for own in optimizers):
             raise OptionError(
                 f"{type(one).__name__} moves the learning rate of an optimizer that is not one of this step's; "
@@ -117,9 +125,7 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
     return found
 
 
-def _can_step(scheduler: Any) -> bool:
-    if isinstance(scheduler, torch.optim.Optimizer | type) or not callable(getattr(scheduler, "step", None)):
-        return False
+def _can_step_alone(scheduler: Any) -> bool:
     try:
         inspect.signature(scheduler.step).bind()
     except TypeError:

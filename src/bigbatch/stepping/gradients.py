@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from bigbatch.errors import OptionError
 from bigbatch.stepping.shares import Factor, Group, Share
@@ -15,23 +14,15 @@ _NARROW = (torch.float16, torch.bfloat16)
 _CACHED_COEFFICIENTS = 64
 
 
-def accumulation_dtype_of(name: Any, model: nn.Module) -> torch.dtype | None:
+def accumulation_dtype_of(name: Any) -> torch.dtype | None:
     """The dtype that the option ``accumulation_dtype`` names, as ``"float32"`` or ``torch.float32``.
 
     Raises:
-        OptionError: It names no floating point dtype, or one that is narrower than a parameter.
+        OptionError: It names no floating point dtype.
     """
     dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if name is None:
-        return None
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise OptionError(f'accumulation_dtype={name!r}; it is a floating point dtype, such as "float32".')
-    for parameter_name, p in model.named_parameters():
-        if p.is_floating_point() and p.element_size() > dtype.itemsize:
-            raise OptionError(
-                f"accumulation_dtype={name!r} is narrower than {parameter_name!r} ({p.dtype}), so sums would lose "
-                f"what the parameter can hold. Give a dtype at least as wide, or leave it out."
-            )
     return dtype
 
 

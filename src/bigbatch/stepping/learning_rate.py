@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
-from bigbatch.errors import OptionError
+from bigbatch.errors import ArgumentError, OptionError
 from bigbatch.stepping.checks import optimizers_of
 from bigbatch.values import check_positive
 
@@ -70,9 +70,7 @@ def scale_learning_rate(
         check_positive("warmup_steps", warmup_steps)
     (one, *others) = optimizers_of(optimizer)
     if others:
-        raise OptionError(
-            f"scale_learning_rate takes one optimizer, found {1 + len(others)}; call it for each of them."
-        )
+        raise ArgumentError(f"optimizer is a list of {1 + len(others)}; call scale_learning_rate for each of them.")
     growth = to_batch_size / from_batch_size
     for group in one.param_groups:
         for name in ("lr", "initial_lr"):

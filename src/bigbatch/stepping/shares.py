@@ -136,6 +136,9 @@ class Shares:
             if len({name for name, _ in kinds}) < len(kinds):
                 raise LossError(f"Two terms of the loss have the same name: {[name for name, _ in kinds]}.")
             means = {term.name for term in terms if term.kind == "mean"}
+            for term in terms:
+                if term.kind == "mean":
+                    _weight_key(term, piece)
             if unused := sorted(str(key) for key in piece.weights if key is not None and key not in means):
                 raise LossError(
                     f"weight has the terms {unused}, but the loss has no mean of that name: it has {_list(kinds)}. "

@@ -4,37 +4,61 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass
 
 import torch
 
 _SMALL_BYTES = 64 * 1024
 
 
-@dataclass
 class _Buffer:
-    owner: torch.nn.Module
-    name: str
-    tensor: torch.Tensor
-    version: int
-    changes: bool = False
-    copy: torch.Tensor | None = None
+    """One buffer of a module: as it was, and whether it is known to change."""
+
+    def __init__(self, owner: torch.nn.Module, name: str):
+        self.owner = owner
+        self.name = name
+        self.changes = False
+        self._tensor = owner._buffers[name]
+        self._version = _version_of(self._tensor)
+        self._copy: torch.Tensor | None = None
+        self._is_kept = False
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a copy costs nothing to speak of."""
+        return self._tensor is None or self._tensor.nbytes <= _SMALL_BYTES
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether there is a copy now."""
+        return self._copy is not None
 
     def look(self) -> None:
         """Note whether it changed since the last look."""
         now = self.owner._buffers.get(self.name)
-        if now is None or self.changes:
-            return
         # By value where there is a copy, because the kernel of BatchNorm leaves no new version.
-        same = now is self.tensor and _version_of(now) == self.version
-        self.changes = not same or (self.copy is not None and not torch.equal(self.copy, now))
-        self.tensor, self.version = now, _version_of(now)
+        same = now is self._tensor and _version_of(now) == self._version
+        if same and now is not None and self._copy is not None and not self.changes:
+            same = torch.equal(self._copy, now)
+        self.changes = self.changes or not same
+        self._tensor, self._version = now, _version_of(now)
 
     def keep(self) -> None:
-        """Copy it as it is now."""
-        now = self.owner._buffers.get(self.name)
-        if now is not None:
-            self.tensor, self.copy = now, now.detach().clone()
+        """Remember it as it is now."""
+        self._is_kept = True
+        self._copy = None if self._tensor is None else self._tensor.detach().clone()
+
+    def let_go(self) -> None:
+        """Free the copy."""
+        self._is_kept, self._copy = False, None
+
+    def restore(self) -> None:
+        """Put back what was kept: the same tensor with the same numbers."""
+        if not self._is_kept:
+            return
+        self.owner._buffers[self.name] = self._tensor
+        # What is the same is left alone: an expanded tensor cannot be written to.
+        if self._tensor is not None and self._copy is not None and not torch.equal(self._tensor, self._copy):
+            self._tensor.copy_(self._copy)
 
 
 class Undo:
@@ -50,10 +74,10 @@ class Undo:
 
     def __init__(self, model: torch.nn.Module, left_out: frozenset[int] = frozenset()):
         self._buffers = [
-            _Buffer(module, name, tensor, _version_of(tensor))
+            _Buffer(module, name)
             for module in model.modules()
             for name, tensor in module._buffers.items()
-            if tensor is not None and id(tensor) not in left_out
+            if id(tensor) not in left_out
         ]
         self._first = True
         self.rng = Generators(torch.device("cpu"))
@@ -63,7 +87,7 @@ class Undo:
         self.rng = Generators(device, everywhere=everywhere)
         for buffer in self._buffers:
             buffer.look()
-            if self._first or buffer.changes or buffer.tensor.nbytes <= _SMALL_BYTES:
+            if self._first or buffer.changes or buffer.is_small:
                 buffer.keep()
         self._first = False
 
@@ -71,23 +95,19 @@ class Undo:
         """The step has succeeded: free the copies, and learn from them what changes."""
         for buffer in self._buffers:
             buffer.look()
-            buffer.copy = None
+            buffer.let_go()
 
     def restore(self, *, random_numbers: bool = True) -> None:
         """Put it back; ``random_numbers=False`` leaves the generators where they are."""
         with torch.no_grad():
             for buffer in self._buffers:
-                if buffer.copy is not None:
-                    buffer.owner._buffers[buffer.name] = buffer.tensor
-                    # What is the same is left alone: an expanded tensor cannot be written to.
-                    if not torch.equal(buffer.tensor, buffer.copy):
-                        buffer.tensor.copy_(buffer.copy)
+                buffer.restore()
         if random_numbers:
             self.rng.restore()
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class Generators:
