@@ -182,7 +182,6 @@ BAD_OPTIONS = [
     ({"collate": 3}, "collate=3 cannot be called; collate is a function"),
     ({"split": "dim0"}, "split='dim0' cannot be called; split is a function"),
     ({"collate": identity, "split": identity}, "collate= and split= were both given; .*take one"),
-    ({"ema": 0.999}, r"ema=float has neither update_parameters\(model\) nor update\(\)"),
     ({"batch_dims": 1}, "batch_dims=1; it maps dotted paths to a dimension, or to None"),
     ({"batch_dims": ["x"]}, r"batch_dims=\['x'\]; it maps dotted paths"),
     ({"batch_dims": {"x": "1"}}, r"batch_dims\['x'\] is '1'; it is a whole number, or None"),
