@@ -184,12 +184,14 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
     with put_back_afterwards(step), without_compiled_code(step.model):
         micro_batches, all_of_them = _to_be_run(step, batch, micro_batch_size)
         _make_optimizer_state(step, micro_batches)
+        _update_average(step)  # the first update only copies
         if accumulator.device.type == "cpu":
             held += [batch.micro_batches if isinstance(batch, LogicalBatch) else batch, all_of_them]
         with count_peak_bytes(accumulator.device, track=held) as meter:
             result = step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
             if result.skipped:  # the optimizer did not run, but its temporaries belong to a steady step
                 step_with_zeros(step)
+            _update_average(step)
     return meter.peak_bytes
 
 
@@ -210,6 +212,12 @@ def _make_optimizer_state(step: Step, micro_batches: list[Any]) -> None:
     if step.attempt(LogicalBatch(micro_batches[:1]), None, step.named_parameters()).skipped:
         step_with_zeros(step)
     step.clear()
+
+
+def _update_average(step: Step) -> None:
+    """Let the average take in the weights, if it is one that can be put back: a module."""
+    if isinstance(step.options.ema, torch.nn.Module):
+        step.update_average()
 
 
 def _num_bytes(micro_batch: Any) -> int:

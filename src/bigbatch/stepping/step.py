@@ -245,6 +245,10 @@ class Step:
         self._skipped_in_a_row = 0
         for scheduler in self.schedulers:
             scheduler.step()
+        self.update_average()
+
+    def update_average(self) -> None:
+        """Let the moving average take in the weights as they are now."""
         if self._update_average is not None:
             self._update_average(self.model)
 

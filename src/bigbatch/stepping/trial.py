@@ -25,8 +25,11 @@ def put_back_afterwards(step: Step) -> Iterator[None]:
     named = step.named_parameters()
     check_no_gradients(named, parameters_of(step.optimizers))
     accumulator = step.accumulator
-    parameters = [_Kept(p) for p in {id(p): p for p in [*step.model.parameters(), *named.values()]}.values()]
-    buffers = [(m._buffers, name, _Kept(t)) for m in step.model.modules() for name, t in m._buffers.items()]
+    modules = [module for module in (step.model, step.options.ema) if isinstance(module, torch.nn.Module)]
+    tensors = [*named.values(), *(p for module in modules for p in module.parameters())]
+    parameters = [_Kept(p) for p in {id(p): p for p in tensors}.values()]
+    owners = [owner for module in modules for owner in module.modules()]
+    buffers = [(owner._buffers, name, _Kept(t)) for owner in owners for name, t in owner._buffers.items()]
     optimizers = [_OptimizerState(optimizer) for optimizer in step.optimizers]
     scaler = accumulator.precision.scaler
     scaler_state = None if scaler is None else copy.deepcopy(scaler.__dict__)
