@@ -322,7 +322,8 @@ def test_what_is_measured_tells_a_larger_micro_batch():
 def test_measuring_counts_the_average():
     model = mlp()
     batch, plain = make_batch(8), bb.Step(model, loss_fn, sgd(model), micro_batch_size=4)
-    averaged = bb.Step(model, loss_fn, sgd(model), micro_batch_size=4, ema=AveragedModel(model))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn())  # in place: it adds nothing for a moment
+    averaged = bb.Step(model, loss_fn, sgd(model), micro_batch_size=4, ema=average)
 
     added = averaged.measure(batch, 4) - plain.measure(batch, 4)
 
