@@ -100,9 +100,8 @@ class Accumulator:
         self._generators = Generators(self.device)
         self._coefficients = Coefficients()
         self._trusted_hooks: set[Any] = set()
-        # Python's and NumPy's random numbers are drawn by functions that make batches; reading them takes time.
-        made_by_user = options.collate is not None or options.split is not None or self._weigher.has_callable
-        self._draws_anywhere = made_by_user
+        # A function that makes batches may draw from Python and NumPy too, whose states take time to read.
+        self._draws_anywhere = options.collate is not None or options.split is not None or self._weigher.has_callable
 
     def cut(self, batch: Any, micro_batch_size: int | None) -> Pieces:
         """The micro-batches of a batch, weighed."""
@@ -115,7 +114,8 @@ class Accumulator:
             return
         self._modules = modules
         self._batch_norms = batchnorm.layers_of(self.model)
-        self._statistics = batchnorm.MergedStatistics(self.model) if self.options.batch_norm == "merge" else None
+        statistics = batchnorm.MergedStatistics(self.model)
+        self._statistics = statistics if self.options.batch_norm == "merge" and statistics.buffers() else None
         self._undo = Undo(self.model, left_out=self._statistics.buffers() if self._statistics else frozenset())
 
     @property
