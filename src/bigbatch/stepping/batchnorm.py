@@ -211,8 +211,8 @@ class MergedStatistics:
             if len(layer.counts) > 1:
                 raise OptionError(
                     f"A {type(module).__name__} is called {len(layer.counts)} times in one forward of a compiled "
-                    "model, "
-                    'whose statistics cannot be told apart. Give batch_norm="native" or "frozen", or do not compile it.'
+                    'model, whose statistics cannot be told apart. Give batch_norm="native" or "frozen", or do not '
+                    "compile it."
                 )
 
     def after_forward(self) -> None:

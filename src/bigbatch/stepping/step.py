@@ -220,11 +220,10 @@ class Step:
         if not names:  # every entry is finite, but the sum of their squares is not
             return overflow_free_norm(self._check_reached(), norm.device), True
         if not scaled and self.options.on_non_finite == "raise":
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             raise NonFiniteError(
-                f"Not finite: {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}. "
-                "Nothing was "
-                'moved. Look for a bad sample or a learning rate that is too high; on_non_finite="skip" drops such '
-                "steps.",
+                f"Not finite: {', '.join(names[:4])}{more}. Nothing was moved. Look for a bad sample or a "
+                'learning rate that is too high; on_non_finite="skip" drops such steps.',
                 tuple(names),
             )
         return norm, False
@@ -262,8 +261,7 @@ class Step:
         if self._accumulator.precision.scaler is None and self._skipped_in_a_row > self.options.max_skipped:
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} steps in a row were not finite, more than "
-                f"max_skipped={self.options.max_skipped}. Nothing was moved by them. Look at the data and the "
-                "learning rate."
+                f"max_skipped={self.options.max_skipped}. Nothing moved in them. Look at the data and the learning rate."
             )
 
     def _say_once(self, result: StepResult) -> None:
@@ -345,9 +343,8 @@ _WHY_NOT_EXACT = {
         "Expectation and variance of the gradient are the same."
     ),
     "approximate": (
-        "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for all "
-        "samples. "
-        'Larger micro-batches come closer; GroupNorm or batch_norm="frozen" is exact.'
+        "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for "
+        'all samples. Larger micro-batches come closer; GroupNorm or batch_norm="frozen" is exact.'
     ),
 }
 
