@@ -57,7 +57,7 @@ def test_samples_are_the_same_one_by_one_and_together():
 def test_a_norm_is_used_everywhere(norm, layer, num_groups):
     norms = [m for m in ResidualNetwork(norm).modules() if isinstance(m, nn.BatchNorm2d | nn.GroupNorm)]
 
-    assert len(norms) == 11
+    assert len(norms) == 13
     assert {type(m) for m in norms} == {layer}
     assert {getattr(m, "num_groups", None) for m in norms} == {num_groups}
 

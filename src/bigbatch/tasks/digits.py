@@ -17,7 +17,7 @@ from bigbatch.training.task import Metrics, Task
 
 Norm = Literal["batch", "group", "layer"]
 
-_WIDTH = 48
+_WIDTH = 32
 _LEARNING_RATE = 5e-3
 _DISTORTION = torch.tensor([math.radians(12), 0.1, 0.1, 1 / 4, 1 / 4])  # a quarter of the way from middle to edge
 
@@ -50,7 +50,7 @@ def digits(norm: Norm = "batch") -> Task:
 
 
 class ResidualNetwork(nn.Module):
-    """Five residual blocks, three on 8 x 8 and two on 4 x 4 pixels.
+    """Six residual blocks, five on 8 x 8 pixels and one that goes down to 4 x 4.
 
     The input has shape ``(N, 1, 8, 8)``, the output, logits, ``(N, 10)``.
     """
@@ -59,11 +59,8 @@ class ResidualNetwork(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), _norm(norm, width), nn.ReLU())
         self.blocks = nn.Sequential(
-            _Block(norm, width, width),
-            _Block(norm, width, width),
-            _Block(norm, width, width),
+            *(_Block(norm, width, width) for _ in range(5)),
             _Block(norm, width, 2 * width, stride=2),
-            _Block(norm, 2 * width, 2 * width),
         )
         self.head = nn.Linear(2 * width, 10)
 
