@@ -199,8 +199,8 @@ def check_adds_up(weights: Sequence[Weights], totals: Weights | None) -> None:
         if abs(added - total) > 1e-6 * abs(total):
             of_term = f" for the term {term!r}" if term is not None else ""
             raise LossError(
-                f"The weights of the micro-batches add up to {added:g}{of_term}, but that of the whole batch is {total:g}. "
-                f"A weight is what the mean is over; it must add up: weight(a) + weight(b) == weight(a and b)."
+                f"The weights of the micro-batches add up to {added:g}{of_term}, but that of the whole batch is "
+                f"{total:g}. A weight is what the mean is over; it must add up: weight(a) + weight(b) == weight(both)."
             )
 
 

@@ -261,7 +261,7 @@ class Step:
         if self._accumulator.precision.scaler is None and self._skipped_in_a_row > self.options.max_skipped:
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} steps in a row were not finite, more than "
-                f"max_skipped={self.options.max_skipped}. Nothing moved in them. Look at the data and the learning rate."
+                f"max_skipped={self.options.max_skipped}. Nothing moved. Look at the data and the learning rate."
             )
 
     def _say_once(self, result: StepResult) -> None:
