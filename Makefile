@@ -1,7 +1,7 @@
 # On a machine with python3, make and git: `make train` trains a network, `make test` runs the tests.
 # Each makes .venv and installs what it needs there, when that is missing or out of date.
 
-TRAIN = digits --batch-size 512 --memory-budget 64MiB --compare
+TRAIN = digits --batch-size 512 --memory-budget 64MiB --threads 1 --compare
 
 .PHONY: train test slow benchmark clean
 
