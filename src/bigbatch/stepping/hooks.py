@@ -49,6 +49,9 @@ class HookWatch:
 
     def check(self) -> None:
         """Raise ``GradientError`` if a hook has changed a parameter or cleared a gradient; after each backward."""
+        now = [p._version for p in self._named.values()]
+        if now == list(self._versions.values()) and not self._hooked and not self._copies:
+            return
         changed = [name for name in self._named if self._has_changed(name)]
         cleared = sorted({*self._cleared, *self._replaced()})
         if changed or cleared:

@@ -80,10 +80,9 @@ class Shares:
             LossError: The terms are others than before, or one has no weight.
         """
         self._check_same_terms(terms, piece)
-        for key, weight in piece.weights.items():
+        for key, weight in piece.weights.items() if self._totals is None else ():
             self._weights_added[key] = self._weights_added.get(key, 0.0) + weight
-        found = [self._share(term, piece) for term in terms]
-        return [share for share in found if share is not None]
+        return [share for term in terms if (share := self._share(term, piece)) is not None]
 
     def _share(self, term: Term, piece: Piece) -> Share | None:
         account = self._accounts[term.name]

@@ -35,9 +35,10 @@ class _Buffer:
     def look(self) -> None:
         """Note whether it changed since the last look."""
         now = self.owner._buffers.get(self.name)
-        # By value where there is a copy, because the kernel of BatchNorm leaves no new version.
         same = now is self._tensor and _version_of(now) == self._version
-        if same and now is not None and self._copy is not None and not self.changes:
+        if same and now is not None and self._copy is not None and not self.changes and not self.is_small:
+            # By value, because the kernel of BatchNorm leaves no new version. It waits for the device in the first step
+            # only; small buffers are copied in each step in any case.
             same = torch.equal(self._copy, now)
         self.changes = self.changes or not same
         self._tensor, self._version = now, _version_of(now)
