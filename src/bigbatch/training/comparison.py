@@ -16,7 +16,7 @@ from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.accumulating import accumulate
 from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
-from bigbatch.training.data import train_loader
+from bigbatch.training.data import first_batch, train_loader
 from bigbatch.training.direct import DirectSteps, train_directly
 from bigbatch.training.events import weaker
 from bigbatch.training.loop import Run
@@ -136,7 +136,7 @@ def _first_gradients(task: Task, micro_batch_size: int, device: torch.device) ->
     task = dataclasses.replace(task, precision="fp32")
     cut = build(task, device)
     direct = _twin(task, cut, device)
-    batch = next(iter(train_loader(task, cut.train_data)))
+    batch = first_batch(task, cut.train_data)
     options = {name: getattr(task, name) for name in ("weight", "batch_norm", "collate", "split", "batch_dims")}
     accumulate(cut.model, task.loss_fn, batch, micro_batch_size=micro_batch_size, **options)
     DirectSteps(task, direct, device).backward(batch)
@@ -165,7 +165,7 @@ def largest_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str,
 def direct_peak_bytes(task: Task, *, device: str | torch.device = "cpu") -> int | None:
     """Counted peak of a steady step of the big batch at once, tried and undone; None when it runs out of memory."""
     run = Run(task, device=device)
-    batch = next(iter(train_loader(task, run.parts.train_data)))
+    batch = first_batch(task, run.parts.train_data)
     try:
         return run.step.measure(batch, task.batch_size)
     except Exception as error:

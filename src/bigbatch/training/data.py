@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from bigbatch.errors import TaskError
+from bigbatch.stepping.learning_rate import total_steps
 from bigbatch.training.task import Task
 
 _Batch = tuple[int, list[int]]
@@ -33,7 +34,7 @@ class LogicalBatches:
         self.seed = seed
 
     def __len__(self) -> int:
-        return self.epochs * -(-self.num_samples // self.batch_size)
+        return total_steps(self.num_samples, self.batch_size, epochs=self.epochs)
 
     def __iter__(self) -> Iterator[_Batch]:
         step = 0
@@ -86,6 +87,11 @@ def train_loader(task: Task, data: Any) -> DataLoader[Any]:
         # Without a generator of its own the loader draws from the one that the model draws from.
         generator=torch.Generator().manual_seed(task.seed),
     )
+
+
+def first_batch(task: Task, data: Any) -> Any:
+    """The first logical batch of a run."""
+    return next(iter(train_loader(task, data)))
 
 
 def eval_loader(task: Task, data: Any, batch_size: int) -> DataLoader[Any]:

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from bigbatch.batch.structure import mapped
+from bigbatch.stepping.checks import parameters_of, schedulers_of
 from bigbatch.stepping.losses import Constant, Ratio, Sum
 from bigbatch.stepping.precision import Precision
 from bigbatch.training.building import Parts, build
 from bigbatch.training.data import eval_loader, train_loader
-from bigbatch.training.evaluating import evaluate
+from bigbatch.training.evaluating import evaluate, moved
 from bigbatch.training.task import Task
 
 
@@ -39,10 +39,7 @@ class DirectSteps:
         self.parts = parts
         self.device = device
         self.precision = Precision(parts.options.precision, device.type)
-        schedulers = parts.options.scheduler
-        self.schedulers = (
-            schedulers if isinstance(schedulers, list | tuple) else [schedulers] * (schedulers is not None)
-        )
+        self.schedulers = schedulers_of(parts.options.scheduler, parts.optimizers)
         if task.batch_norm == "frozen":
             for module in parts.model.modules():
                 if isinstance(module, _BatchNorm):
@@ -52,7 +49,7 @@ class DirectSteps:
         """Add the gradient of the batch to ``.grad``, scaled when there is a scaler."""
         if self.task.collate is not None:
             batch = self.task.collate(batch)
-        batch = mapped(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        batch = moved(batch, self.device)
         with self.precision.forward(self.device.type):
             loss = plain_loss(self.task.loss_fn(self.parts.model, batch))
         scaler = self.precision.scaler
@@ -62,7 +59,7 @@ class DirectSteps:
         """Make one optimizer step."""
         self.backward(batch)
         scaler, skipped = self.precision.scaler, False
-        parameters = [p for o in self.parts.optimizers for group in o.param_groups for p in group["params"]]
+        parameters = parameters_of(self.parts.optimizers)
         if scaler is not None:
             for optimizer in self.parts.optimizers:
                 scaler.unscale_(optimizer)

@@ -28,7 +28,7 @@ def evaluate(task: Task, model: nn.Module, batches: Iterable[Any], device: torch
     totals: dict[str, list[torch.Tensor]] = {}
     with _eval_mode(model), torch.no_grad(), Precision(task.precision, device.type).forward(device.type):
         for batch in batches:
-            found = task.evaluate(model, _moved(batch, device))  # pyright: ignore[reportOptionalCall]
+            found = task.evaluate(model, moved(batch, device))  # pyright: ignore[reportOptionalCall]
             for name, pair in _checked(found).items():
                 row = [_number(name, value, device) for value in pair]
                 totals[name] = [a + b for a, b in zip(totals[name], row, strict=True)] if name in totals else row
@@ -47,7 +47,8 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device."""
     return mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from bigbatch.errors import BudgetError, NonFiniteError, OptionError
 from bigbatch.stepping.learning_rate import total_steps
-from bigbatch.training.data import train_loader
+from bigbatch.training.data import first_batch
 from bigbatch.training.events import Listener
 from bigbatch.training.loop import Run
 from bigbatch.training.task import Task
@@ -118,8 +118,7 @@ def _expected_bytes(run: Run) -> int | None:
     """What a trial of the first batch needs; None when the search for a micro-batch size will try it anyway."""
     if run.step.budget_bytes is not None:
         return None
-    first = next(iter(train_loader(run.task, run.parts.train_data)))
-    return run.step.measure(first, run.step.micro_batch_size)
+    return run.step.measure(first_batch(run.task, run.parts.train_data), run.step.micro_batch_size)
 
 
 def _memory(run: Run, expected_bytes: int | None) -> Iterator[Check]:
