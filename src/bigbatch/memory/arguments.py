@@ -81,6 +81,11 @@ def _attributes_to_copy(value: Any) -> list[str]:
     """Attributes of a dataclass, or of a key-value cache of transformers, which grows as it is used."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    caches = sys.modules.get("transformers.cache_utils")
-    kinds = tuple(getattr(caches, name) for name in ("Cache", "CacheLayerMixin") if hasattr(caches, name))
-    return list(vars(value)) if kinds and isinstance(value, kinds) else []
+    is_cache = isinstance(value, loaded_types("transformers.cache_utils", "Cache", "CacheLayerMixin"))
+    return list(vars(value)) if is_cache else []
+
+
+def loaded_types(module: str, *names: str) -> tuple[type, ...]:
+    """Those of the classes that there are; none of a module that nobody has imported, for then nothing is one."""
+    loaded = sys.modules.get(module)
+    return tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))

@@ -73,7 +73,7 @@ def check_own_parameters(modules: Sequence[nn.Module]) -> None:
                 if parameter is not None and not isinstance(parameter, nn.Parameter):
                     raise RecomputeError(
                         f"{type(module).__name__} is called with other parameters than its own (functional_call put in "
-                        f"{'.'.join(filter(None, (path, name)))!r}). Backward would run it again with its own, and the "
+                        f"{_joined(path, name)!r}). Backward would run it again with its own, and the "
                         f"gradient would be another one. Recompute a function that calls functional_call instead: "
                         f"bb.recompute(lambda p, x: functional_call(module, p, x))(parameters, x)."
                     )
@@ -104,8 +104,12 @@ def no_other_changes(modules: Sequence[nn.Module]) -> Iterator[None]:
         is_replaced = found is not None and found is not buffer and found.shape == buffer.shape
         if buffer._version != version or is_replaced:
             raise RecomputeError(
-                f"{type(module).__name__} changes its buffer {'.'.join(filter(None, (path, name)))!r} "
+                f"{type(module).__name__} changes its buffer {_joined(path, name)!r} "
                 f"(shape {tuple(buffer.shape)}) when it runs. Run again in backward it would start from other values "
                 f"and change it twice, so it cannot be recomputed: leave this module out, or recompute a part of it "
                 f"that does not do that."
             )
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

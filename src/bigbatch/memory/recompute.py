@@ -65,8 +65,8 @@ class Recomputing:
         mechanism: For each module by name: ``"bigbatch"``, or ``"transformers"`` where the layer's own switch is used.
     """
 
-    def __init__(self, root: nn.Module, applied: _Applied, before: _Applied):
-        self.mechanism: dict[str, str] = {}
+    def __init__(self, root: nn.Module, applied: _Applied, before: _Applied, mechanism: dict[str, str]):
+        self.mechanism = mechanism
         self._root = root
         self._applied: _Applied | None = applied
         self._before = before
@@ -75,7 +75,7 @@ class Recomputing:
         """Put back what was on before. A second time, or when another ``apply`` came after, nothing happens."""
         if _applied(self._root) == self._applied:
             _take_off_all(self._root)
-            _put_on_all(self._root, self._before)
+            _put_on_all(self._root, self._before, resolve(self._root, self._before.names))
         self._applied = None
 
     def __enter__(self) -> Recomputing:
@@ -121,8 +121,7 @@ def apply(plan: Plan | None, model: nn.Module) -> Recomputing:
     entries = resolve(root, applied.names)
     before = _applied(root)
     _take_off_all(root)
-    handle = Recomputing(root, applied, before)
-    num_switched_off = _put_on_all(root, applied, entries, handle.mechanism)
+    mechanism, num_switched_off = _put_on_all(root, applied, entries)
     if num_switched_off:
         warnings.warn(
             f"Gradient checkpointing was switched on in {num_switched_off} modules of this model. While a plan is "
@@ -130,7 +129,7 @@ def apply(plan: Plan | None, model: nn.Module) -> Recomputing:
             BigBatchWarning,
             stacklevel=2,
         )
-    return handle
+    return Recomputing(root, applied, before, mechanism)
 
 
 class _Applied(NamedTuple):
@@ -151,24 +150,23 @@ def _applied(root: nn.Module) -> _Applied:
     return _Applied(*root.__dict__.get(_APPLIED, ()))
 
 
-def _put_on_all(
-    root: nn.Module,
-    applied: _Applied,
-    entries: list[dict[str, nn.Module]] | None = None,
-    mechanism: dict[str, str] | None = None,
-) -> int:
-    """Put on what was applied; returns how many of the model's own switches had to be put off for it."""
-    mechanism = {} if mechanism is None else mechanism
+def _put_on_all(root: nn.Module, applied: _Applied, entries: list[dict[str, nn.Module]]) -> tuple[dict[str, str], int]:
+    """Put on what was applied.
+
+    Returns:
+        The mechanism by name, and how many of the model's own switches had to be put off for it.
+    """
+    mechanism: dict[str, str] = {}
     if applied.token == 0:
-        return 0
-    for entry in resolve(root, applied.names) if entries is None else entries:
+        return mechanism, 0
+    for entry in entries:
         if len(entry) > 1:
             put_on_segment(tuple(entry.values()), tuple(entry))
             mechanism.update(dict.fromkeys(entry, "bigbatch"))
         else:
             mechanism.update({name: put_on(module) for name, module in entry.items()})
     root.__dict__[_APPLIED] = applied
-    return sum(put_off_own_switch(module) for module in root.modules())
+    return mechanism, sum(put_off_own_switch(module) for module in root.modules())
 
 
 def _take_off_all(root: nn.Module) -> None:

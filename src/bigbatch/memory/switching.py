@@ -9,7 +9,6 @@ the parameters of the original (``AveragedModel`` copies its model). What must b
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from bigbatch.errors import RecomputeError
+from bigbatch.memory.arguments import loaded_types
 from bigbatch.memory.checkpointing import run_recomputed
 from bigbatch.memory.segments import Place, call_in_segment
 
@@ -80,9 +80,7 @@ def take_off(module: nn.Module) -> None:
 
 def is_transformers_layer(module: nn.Module) -> bool:
     """Whether it has a switch of its own that can be used for this layer alone."""
-    layers = sys.modules.get("transformers.modeling_layers")
-    kind = getattr(layers, "GradientCheckpointingLayer", None)
-    return kind is not None and isinstance(module, kind)
+    return isinstance(module, loaded_types("transformers.modeling_layers", "GradientCheckpointingLayer"))
 
 
 def check_can_be_put_on(module: nn.Module, name: str, *, in_group: bool) -> None:
@@ -171,10 +169,5 @@ def _checkpoint_layer(function: Callable[..., Any], *args: Any) -> Any:
     if isinstance(function, functools.partial):
         # The tensors among the named arguments must be seen, to be saved and freed.
         kwargs, function = function.keywords, functools.partial(function.func, *function.args)
-    return run_recomputed(function, [_without_cache(value) for value in args], kwargs)
-
-
-def _without_cache(value: Any) -> Any:
-    caches = sys.modules.get("transformers.cache_utils")
-    kind = getattr(caches, "Cache", None)
-    return None if kind is not None and isinstance(value, kind) else value
+    caches = loaded_types("transformers.cache_utils", "Cache")
+    return run_recomputed(function, [None if isinstance(value, caches) else value for value in args], kwargs)
