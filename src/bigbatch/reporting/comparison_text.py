@@ -29,12 +29,11 @@ def runs_text(found: RunsComparison, exactness: Exactness) -> str:
         f"  this run is {exactness}: its first gradient differs by {found.gradient_difference:.1e} ({found.parameter})"
     ]
     for name, direct in found.direct.items():
-        cut = found.cut[name]
-        line = f"  {name}: {metric_text(name, cut)} here, {metric_text(name, direct)} directly"
-        if name.endswith("accuracy"):
-            is_close = abs(cut - direct) <= MAX_ACCURACY_DIFFERENCE
-            points = f"{100 * abs(cut - direct):.2f} points apart"
-            line += f", {points} ({exactness}), allowed {100 * MAX_ACCURACY_DIFFERENCE:g}: {_verdict(is_close)}"
+        line = f"  {name}: {metric_text(name, found.cut[name])} here, {metric_text(name, direct)} directly"
+        apart = found.accuracy_differences.get(name)
+        if apart is not None:
+            allowed = f"allowed {100 * MAX_ACCURACY_DIFFERENCE:g}: {_verdict(apart <= MAX_ACCURACY_DIFFERENCE)}"
+            line += f", {100 * apart:.2f} points apart ({exactness}), {allowed}"
         lines.append(line)
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from bigbatch.training.events import RunInfo, RunResult
+from bigbatch.training.events import RunInfo, RunResult, is_accuracy
 from bigbatch.training.preflight import Preflight
 from bigbatch.units import format_bytes, format_seconds
 
@@ -71,7 +71,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 def metric_text(name: str, value: float) -> str:
     """One result."""
-    return f"{value:.2%}".replace("%", " %") if name.endswith("accuracy") else f"{value:.4g}"
+    return f"{value:.2%}".replace("%", " %") if is_accuracy(name) else f"{value:.4g}"
 
 
 def closing(result: RunResult, files: Sequence[str]) -> list[str]:

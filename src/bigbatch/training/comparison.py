@@ -18,7 +18,7 @@ from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
 from bigbatch.training.data import first_batch, train_loader
 from bigbatch.training.direct import DirectSteps, train_directly
-from bigbatch.training.events import weaker
+from bigbatch.training.events import is_accuracy, weaker
 from bigbatch.training.loop import Run
 from bigbatch.training.task import Task
 from bigbatch.values import Exactness
@@ -75,13 +75,14 @@ class RunsComparison:
     direct: Mapping[str, float]
 
     @property
+    def accuracy_differences(self) -> dict[str, float]:
+        """How far the accuracies are apart, by name."""
+        return {name: abs(self.cut[name] - direct) for name, direct in self.direct.items() if is_accuracy(name)}
+
+    @property
     def within(self) -> bool:
         """Whether accuracies differ by half a point at most."""
-        return all(
-            abs(self.cut[name] - self.direct[name]) <= MAX_ACCURACY_DIFFERENCE
-            for name in self.direct
-            if name.endswith("accuracy")
-        )
+        return all(difference <= MAX_ACCURACY_DIFFERENCE for difference in self.accuracy_differences.values())
 
 
 def compare_steps(

@@ -16,6 +16,11 @@ def weaker(a: Exactness, b: Exactness) -> Exactness:
     return a if _WEAKEST_LAST.index(a) > _WEAKEST_LAST.index(b) else b
 
 
+def is_accuracy(name: str) -> bool:
+    """Whether the result of this name is a share, to be shown in per cent and held to half a point."""
+    return name.endswith("accuracy")
+
+
 @dataclass(frozen=True)
 class RunInfo:
     """What a run is about to do.
