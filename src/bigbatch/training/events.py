@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.values import Exactness, Plan, StepResult
@@ -114,10 +114,6 @@ class EpochRecord:
     seconds: float
     eval_seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True)
 class RunResult:
@@ -157,11 +153,7 @@ class RunResult:
     seconds: float
     fit_seconds: float
     samples_per_second: float
-    epochs: tuple[EpochRecord, ...] = field(default=())
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name, with the epochs as dicts."""
-        return dataclasses.asdict(self)
+    epochs: tuple[EpochRecord, ...] = ()
 
 
 class Listener:

@@ -42,7 +42,7 @@ class _Blocks(Listener):
 
     def epoch_ended(self, record: EpochRecord) -> None:
         self.read()
-        self.write_epoch(record.as_dict())
+        self.write_epoch(dataclasses.asdict(record))
         self.flush()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def save_result(run_dir: Path, result: RunResult, model: nn.Module, ema: Any) ->
     if isinstance(ema, nn.Module):
         models["ema"] = ema.module if isinstance(ema, torch.optim.swa_utils.AveragedModel) else ema
     files = [_written(run_dir / f"{name}.safetensors", _saver(one)) for name, one in models.items()]
-    text = json.dumps(result.as_dict(), indent=2) + "\n"
+    text = json.dumps(dataclasses.asdict(result), indent=2) + "\n"
     files.append(_written(run_dir / "result.json", lambda path: path.write_text(text, encoding="utf-8")))
     return files
 

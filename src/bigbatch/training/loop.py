@@ -23,14 +23,6 @@ from bigbatch.values import Exactness, StepResult
 class Run:
     """One run of a task.
 
-    Attributes:
-        task: What is run.
-        parts: What was built from it; ``parts.model`` is the trained model.
-        step: The ``Step``.
-        info: What it is about to do.
-        peak_bytes: Counted peak of a real steady step, as soon as there was one.
-        peak_step: That step.
-
     Args:
         device: Where the model is trained; ``"cpu"`` or ``"cuda"``.
         memory_budget: Bytes, or a text such as ``"64MiB"``. The micro-batch size that fits is found by measuring with
@@ -39,6 +31,15 @@ class Run:
             neither, a batch is run at once.
         listeners: Who hears of it; more can be added to ``run.listeners``.
         count_every_step: Count the peak of all full steps and not of one. On CPU this takes time.
+
+    Attributes:
+        task: What is run.
+        parts: What was built from it; ``parts.model`` is the trained model.
+        step: The ``Step``.
+        info: What it is about to do.
+        listeners: As given, and added.
+        peak_bytes: Counted peak of a real steady step, as soon as there was one.
+        peak_step: That step.
     """
 
     def __init__(

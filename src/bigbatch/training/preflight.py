@@ -24,12 +24,15 @@ from bigbatch.values import check_positive
 Verdict = Literal["ok", "look", "wrong"]
 
 _FEWEST_STEPS = 10
-_MORE_THAN_EXPECTED = 1.1
-_EXPLODES = 10.0
-_EXPLOSION = 1e4
-_SPIKE = 100.0
-_MOSTLY = 0.9
+_PEAK_OVER_EXPECTED = 1.1
+# Gradient norms: the last fifth over the first, and the largest over the median, from which they explode.
+_LAST_OVER_FIRST = 10.0
+_LARGEST_OVER_MEDIAN = 1e4
+_SPIKE_OVER_MEDIAN = 100.0
+# Shares of the steps.
+_MOSTLY_CLIPPED = 0.9
 _MANY_SKIPPED = 0.2
+# Step times: the last fifth over the first.
 _SLOWER = 1.5
 
 
@@ -134,7 +137,7 @@ def _memory(run: Run, expected_bytes: int | None) -> Iterator[Check]:
     if run.step.plan is not None:
         expected_bytes = run.step.plan.peak_bytes
     if expected_bytes is not None:
-        as_expected = peak <= expected_bytes * _MORE_THAN_EXPECTED
+        as_expected = peak <= expected_bytes * _PEAK_OVER_EXPECTED
         advice = "" if as_expected else "Some steps need more: are samples longer there, or is something kept?"
         found = f"peak {format_bytes(peak)}, a trial of the first batch {format_bytes(expected_bytes)}"
         yield Check("memory, expectation", "ok" if as_expected else "wrong", found, advice)
@@ -199,11 +202,11 @@ def _norms(norms: Sequence[float], max_grad_norm: float | None) -> Iterator[Chec
     found = f"{first:.3g} in the first fifth, {last:.3g} in the last, largest {largest:.3g}"
     if largest == 0:
         yield Check("gradient norms", "wrong", found, "All are zero: the loss does not depend on the parameters.")
-    elif last > _EXPLODES * first or largest > _EXPLOSION * usual:
+    elif last > _LAST_OVER_FIRST * first or largest > _LARGEST_OVER_MEDIAN * usual:
         yield Check(
             "gradient norms", "wrong", found, "They explode: lower the learning rate or clip (max_grad_norm=1.0)."
         )
-    elif largest > _SPIKE * usual:
+    elif largest > _SPIKE_OVER_MEDIAN * usual:
         yield Check(
             "gradient norms", "look", found, "There is a spike: look at its batch, or clip (max_grad_norm=1.0)."
         )
@@ -211,9 +214,8 @@ def _norms(norms: Sequence[float], max_grad_norm: float | None) -> Iterator[Chec
         yield Check("gradient norms", "ok", found)
     if max_grad_norm is not None:
         share = sum(norm > max_grad_norm for norm in norms) / len(norms)
-        advice = (
-            "Clipping sets the step size; raise max_grad_norm, or lower the learning rate." if share > _MOSTLY else ""
-        )
+        mostly = share > _MOSTLY_CLIPPED
+        advice = "Clipping sets the step size; raise max_grad_norm, or lower the learning rate." if mostly else ""
         yield Check("clipping", "look" if advice else "ok", f"{share:.0%} of the steps over {max_grad_norm:g}", advice)
 
 
