@@ -24,8 +24,10 @@ if TYPE_CHECKING:
         NonFiniteError,
         OptionError,
         RecomputeError,
+        StateLostError,
         TaskError,
     )
+    from bigbatch.memory.limit import limit_memory
     from bigbatch.memory.recompute import apply, recompute
     from bigbatch.stepping.accumulating import accumulate
     from bigbatch.stepping.learning_rate import scale_learning_rate, total_steps
@@ -54,6 +56,7 @@ _HOME = {
     "Plan": "bigbatch.values",
     "Ratio": "bigbatch.stepping.losses",
     "RecomputeError": _ERRORS,
+    "StateLostError": _ERRORS,
     "Step": "bigbatch.stepping.step",
     "StepOptions": "bigbatch.values",
     "StepResult": "bigbatch.values",
@@ -62,6 +65,7 @@ _HOME = {
     "TaskError": _ERRORS,
     "accumulate": "bigbatch.stepping.accumulating",
     "apply": "bigbatch.memory.recompute",
+    "limit_memory": "bigbatch.memory.limit",
     "recompute": "bigbatch.memory.recompute",
     "scale_learning_rate": "bigbatch.stepping.learning_rate",
     "total_steps": "bigbatch.stepping.learning_rate",
@@ -84,6 +88,7 @@ __all__ = [
     "Plan",
     "Ratio",
     "RecomputeError",
+    "StateLostError",
     "Step",
     "StepOptions",
     "StepResult",
@@ -92,6 +97,7 @@ __all__ = [
     "TaskError",
     "accumulate",
     "apply",
+    "limit_memory",
     "recompute",
     "scale_learning_rate",
     "total_steps",

@@ -57,6 +57,10 @@ class BudgetError(BigBatchError, MemoryError):
         self.budget_bytes = budget_bytes
 
 
+class StateLostError(BigBatchError, RuntimeError):
+    """The optimizer failed when it had moved a part of the parameters, and that could not be undone."""
+
+
 class RecomputeError(BigBatchError, RuntimeError):
     """A module cannot be recomputed in the way that was asked for."""
 

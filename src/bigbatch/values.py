@@ -161,6 +161,9 @@ class StepOptions:
         on_non_finite: ``"raise"``: a NaN or infinite loss or gradient is an error (fp16 overflow is skipped);
             ``"skip"``: the step is dropped, counted and named.
         max_skipped: Steps that may be dropped in a row, under ``"skip"``, before it is an error.
+        on_out_of_memory: ``"shrink"``: a step that runs out of memory is undone and made again in smaller
+            micro-batches, and the smaller size is remembered; ``"raise"``: it is undone and the error is raised.
+        grow_after: After so many steps without running out, the size before is tried again; None: never.
         collate: The batch is a list of samples; this makes a micro-batch of some of them.
         split: ``split(batch, micro_batch_size)`` returns the micro-batches of a batch that we cannot cut.
         batch_dims: By dotted path: the dimension of the samples, or None for what is shared by all of them.
@@ -177,6 +180,8 @@ class StepOptions:
     zero_missing_gradients: bool = False
     on_non_finite: Literal["raise", "skip"] = "raise"
     max_skipped: int = 10
+    on_out_of_memory: Literal["shrink", "raise"] = "shrink"
+    grow_after: int | None = None
     collate: Callable[[list[Any]], Any] | None = None
     split: Callable[[Any, int], Any] | None = None
     batch_dims: Mapping[str, int | None] | None = None
@@ -184,7 +189,10 @@ class StepOptions:
     def __post_init__(self) -> None:
         _check_choice("batch_norm", self.batch_norm, ("merge", "frozen", "native"))
         _check_choice("on_non_finite", self.on_non_finite, ("raise", "skip"))
+        _check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
         check_positive("max_skipped", self.max_skipped)
+        if self.grow_after is not None:
+            check_positive("grow_after", self.grow_after)
         if self.max_grad_norm is not None and not _is_positive(self.max_grad_norm):
             raise OptionError(f"max_grad_norm={self.max_grad_norm!r}; it is a number > 0, or None to clip nothing.")
         for name in ("collate", "split"):

@@ -36,7 +36,9 @@ MicroBatchSize = Annotated[
 Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the training data.")]
 EvalBatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in a batch of the evaluation.")]
 Precision = Annotated[PrecisionName | None, typer.Option(help="Of the forward (autocast).")]
-Norm = Annotated[NormName | None, typer.Option(help="Normalisation, for digits.")]
+Norm = Annotated[
+    NormName | None, typer.Option(help="Normalisation: of digits, or of a function of yours with an argument norm.")
+]
 Seed = Annotated[int | None, typer.Option(min=0, help="Of the model and of the order of the data.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; without it, cuda where there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")]
@@ -44,7 +46,7 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder for log and weights; w
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write curves for TensorBoard too.")]
 Check = Annotated[
     int | None,
-    typer.Option(metavar="STEPS", help="Only make so many steps, check them, and say go or what is wrong."),
+    typer.Option(metavar="STEPS", min=1, help="Only make so many steps (10 or more), and say go or what is wrong."),
 ]
 Compare = Annotated[
     bool, typer.Option("--compare", help="After the run, show how close it comes to the direct big batch.")

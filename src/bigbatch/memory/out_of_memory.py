@@ -7,6 +7,7 @@ so the words are what is looked at. They are the beginnings of messages in PyTor
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 
@@ -17,19 +18,33 @@ from bigbatch.errors import BudgetError
 _TEXTS = re.compile(
     "|".join(
         (
-            r"\b(CUDA|HIP|XPU) out of memory\b",  # the caching allocators
-            r"\b(CUDA|HIP) error: out of memory\b",  # a call of the runtime; torch.AcceleratorError
+            r"\b[A-Z]{3,6} out of memory\b",  # the caching allocators: CUDA, HIP, XPU, NPU, MLU, ...
+            r"\b(CUDA|HIP|MUSA) error: out of memory\b",  # a call of the runtime; torch.AcceleratorError
             r"\b(CUDA|HIP) driver error: out of memory\b",  # expandable segments
+            r"\bAllocation on device .*would exceed allowed memory\b",  # cudaMallocAsync
+            r"\b(CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b",  # names of the codes
+            r"\bTriton Error \[\w+\]: out of memory\b",  # a kernel is loaded; "out of resource" is something else
             r"\bMPS backend out of memory\b",
-            r"\b(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_STATUS_ALLOC_FAILED\b",
-            r"\bCUFFT_ALLOC_FAILED\b",
+            r"^Invalid buffer size: [\d.]+ [KMGT]?i?B\b",  # MPS: one tensor larger than any buffer may be
+            r"\b(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CURAND|HIPBLAS|HIPSPARSE|HIPSOLVER|MIOPEN)_STATUS_ALLOC(ATION)?_FAILED\b",
+            r"\b(CUFFT|HIPFFT)_ALLOC_FAILED\b",
+            r"\b(rocblas_status_memory_error|miopenStatusAllocFailed)\b",
             r"\bCUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED\b",
+            # Each algorithm was tried, and none found room to work in: the convolutions of cuDNN say no more.
+            r"\bUnable to find a valid cuDNN algorithm to run convolution\b",
+            r"\b(UR|ZE)_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY\b",  # XPU; ..._OUT_OF_RESOURCES is a dead context
             r"\bFailed to CUDA (host )?[cm]alloc\b",  # NCCL
+            r"\bCuda failure (\d+ )?'out of memory'",  # NCCL
             r"\bDefaultCPUAllocator: (can't allocate memory|not enough memory)\b",
-            r"^could not create a primitive$",  # oneDNN; "... a primitive descriptor ..." is something else
-            r"^std::bad_alloc$",
+            r"\bC10 Out of Memory\. Trying to allocate\b",
+            r"\bunable to (mmap|allocate) .*Cannot allocate memory \(12\)",  # shared memory; a full one has code 28
+            r"\bDFTI ERROR: Not enough memory\b",  # the Fourier transforms of MKL
+            # oneDNN; "... a primitive descriptor ..." and "... a memory descriptor ..." are something else.
+            r"\bcould not create a (primitive( for a gated mlp primitive)?|memory( object)?)$",
+            r"\bstd::bad_alloc\b",
         )
-    )
+    ),
+    re.MULTILINE,
 )
 
 
@@ -49,6 +64,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def _says_so(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
 
 

@@ -84,8 +84,12 @@ def step_text(record: StepRecord) -> str:
     return (
         f"step {record.step}/{record.total_steps}, epoch {record.epoch}, loss {float(result.loss):.4f}{norm}, "
         f"lr {record.learning_rate:.3g}, {record.samples_per_second:,.0f} samples/s{peak}, "
-        f"{format_seconds(record.seconds_left)} left{skipped}"
+        f"{_time_left(record)} left{skipped}"
     )
+
+
+def _time_left(record: StepRecord) -> str:
+    return format_seconds(record.seconds_left) if record.step < record.total_steps else "0 s"
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,7 @@ def _step_rows(record: StepRecord) -> dict[str, str]:
         "gradient norm": "not asked for" if result.grad_norm is None else f"{float(result.grad_norm):.3g}",
         "learning rate": f"{record.learning_rate:.3g}",
         "speed": f"{record.samples_per_second:,.0f} samples/s",
-        "time left": format_seconds(record.seconds_left),
+        "time left": _time_left(record),
     }
 
 

@@ -90,6 +90,8 @@ def _check_concerns_the_gradient(options: StepOptions) -> None:
         "zero_missing_gradients",
         "on_non_finite",
         "max_skipped",
+        "on_out_of_memory",
+        "grow_after",
     ):
         if getattr(options, name) != getattr(plain, name):
             raise OptionError(f"{name} is done after the gradient, by Step; accumulate only adds to .grad.")

@@ -23,6 +23,7 @@ from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dt
 from bigbatch.stepping.hooks import HookWatch
 from bigbatch.stepping.losses import terms_of
 from bigbatch.stepping.precision import Precision
+from bigbatch.stepping.recovery import insist
 from bigbatch.stepping.shares import Share, Shares
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.values import Exactness, StepOptions, StepResult
@@ -161,21 +162,24 @@ class Accumulator:
         self._look_at_modules()  # a model may be moved, or get other layers, between two steps
         pieces = self._pieces_or_nothing(batch, micro_batch_size)
         self._generators = Generators(self.device) if self._draws_anywhere else self._undo.rng
-        if self._statistics:
-            self._statistics.start()
         parameters = list(named_parameters.values())
         gradients = Gradients(parameters, self._accumulation_dtype, self._coefficients, only_these=only_these)
-        watch = HookWatch(named_parameters, self._modules, self._trusted_hooks)
         done = Accumulation(gradients, Shares(pieces))
+        watch = None
         try:
+            watch = HookWatch(named_parameters, self._modules, self._trusted_hooks)
+            if self._statistics:
+                self._statistics.start()
             self._loop(pieces, done, watch)
+            self._trusted_hooks |= watch.hooks
         except BaseException:
-            watch.undo()
-            self.abandon(done)
+            if watch is not None:
+                insist(watch.undo)
+            insist(lambda: self.abandon(done))
             raise
         finally:
-            watch.stop()
-        self._trusted_hooks |= watch.hooks
+            if watch is not None:
+                watch.stop()
         if only_these and all(p.grad is None for p in parameters):
             self.abandon(done)
             raise LossError(

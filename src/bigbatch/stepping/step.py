@@ -11,14 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.errors import BatchError, GradientError, NonFiniteError, OptionError
+from bigbatch.errors import BatchError, GradientError, NonFiniteError, OptionError, StateLostError
+from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping import sizing
 from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch, named_like
 from bigbatch.stepping.averaging import updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
+from bigbatch.stepping.optimizer_undo import OptimizerUndo
 from bigbatch.stepping.precision import forget_unscaled
+from bigbatch.stepping.recovery import Recovery, insist
 from bigbatch.stepping.state import STATE_VERSION, check_state
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, StepOptions, StepResult, check_positive
@@ -93,6 +96,8 @@ class Step:
         self.num_steps = 0
         self.num_skipped = 0
         self._skipped_in_a_row = 0
+        self._recovery = Recovery(self)
+        self._optimizer_undo = OptimizerUndo(self.optimizers)
         self._said: set[str] = set()
         self._named_key: list[int] = []
         self._named: dict[str, torch.Tensor] = {}
@@ -119,14 +124,15 @@ class Step:
             LossError: What ``loss_fn`` returned is no loss, or nothing in the batch counts.
             GradientError: ``.grad`` is set before the step, or an optimizer runs inside backward.
             NonFiniteError: A loss or gradient is NaN or infinite, and ``on_non_finite`` does not skip it.
-            BudgetError: At the first batch, or a larger one: not even the smallest micro-batch fits.
+            BudgetError: Not even the smallest micro-batch fits.
+            StateLostError: Memory ran out inside a large optimizer that is not fused; go on from a saved state.
 
         After any of them, model, optimizer and random numbers are as before.
         """
         if self.budget_bytes is not None and (self.plan is None or sizing.may_fit_more(self.plan, self, batch)):
             self.fit(batch)
         named = self.named_parameters()
-        result = self.attempt(batch, self.micro_batch_size, named)
+        result = self._recovery.run(batch, named)
         try:
             if result.skipped:
                 self._count_skipped()
@@ -154,9 +160,9 @@ class Step:
             self._abandon(done)
             raise
         if result.skipped:
-            self._accumulator.abandon(done, random_numbers=False)
+            insist(lambda: self._accumulator.abandon(done, random_numbers=False))
         else:
-            self._accumulator.commit()
+            insist(self._accumulator.commit)
         return result
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
@@ -192,17 +198,34 @@ class Step:
         norm = total_norm(gradients, self._accumulator.device)
         norm, finite = self._judge(norm, done.loss, done)
         asked = self.options.max_grad_norm is not None or self.options.grad_norm
+        # All that may need memory comes before the optimizer, which is hard to undo.
+        result = done.result(grad_norm=norm if asked else None, skipped=not finite)
         if finite:
             if self.options.max_grad_norm is not None:
                 clip(gradients, norm, self.options.max_grad_norm)
             del gradients
             done.gradients.narrow()
             self._fill_missing()
+            self._step_optimizers()
+        if scaler is not None:
+            insist(scaler.update)
+        return result
+
+    def _step_optimizers(self) -> None:
+        """Step all of them or, when memory runs out, none."""
+        self._optimizer_undo.take()
+        try:
             for optimizer in self.optimizers:
                 optimizer.step()
-        if scaler is not None:
-            scaler.update()
-        return done.result(grad_norm=norm if asked else None, skipped=not finite)
+        except Exception as error:
+            if not self._optimizer_undo.is_exact and is_out_of_memory(error):
+                raise StateLostError(
+                    "Memory ran out inside optimizer.step(), when a part of the parameters may have moved, and they "
+                    "are too large to be copied in each step. Go on from a saved state. An optimizer with fused=True "
+                    "and one group of parameters needs no memory there."
+                ) from error
+            insist(self._optimizer_undo.restore)
+            raise
 
     def _check_reached(self) -> list[torch.Tensor]:
         """Gradients that the optimizers will see."""
@@ -240,7 +263,7 @@ class Step:
                     p.grad = torch.zeros_like(p)
 
     def _abandon(self, done: Accumulation) -> None:
-        self._accumulator.abandon(done)
+        insist(lambda: self._accumulator.abandon(done))
         if self._accumulator.precision.scaler is not None:
             forget_unscaled(self._accumulator.precision.scaler)
 

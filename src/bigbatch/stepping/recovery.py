@@ -1,0 +1,127 @@
+"""A step that runs out of memory is undone and made again in smaller micro-batches: same samples, same step number."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bigbatch.batch.cutting import micro_batch_sizes
+from bigbatch.batch.logical import LogicalBatch, num_samples_of
+from bigbatch.errors import BudgetError, StateLostError
+from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.values import StepResult
+
+if TYPE_CHECKING:
+    from bigbatch.stepping.step import Step
+
+_log = logging.getLogger("bigbatch")
+_TRIES = 8
+
+
+class Recovery:
+    """Makes the attempts of a step, and remembers which micro-batch size fits.
+
+    Args:
+        step: Whose attempts.
+    """
+
+    def __init__(self, step: Step):
+        self._step = step
+        self._larger: list[int | None] = []  # sizes that ran out of memory, the largest first
+        self._calm = 0  # steps since the last one that ran out
+
+    def run(self, batch: Any, named: dict[str, torch.Tensor]) -> StepResult:
+        """Attempt the step until it fits.
+
+        Raises:
+            BudgetError: Not even the smallest micro-batch fits. All is as before the step.
+        """
+        step, retries, again = self._step, 0, False
+        self._grow_back()
+        while True:
+            try:
+                result = step.attempt(batch, step.micro_batch_size, named)
+                break
+            except Exception as error:
+                if not self._can_be_tried_again(error, batch):
+                    raise
+                said = str(error).partition("\n")[0]
+            # Out of the except block: the traceback holds the activations of the failed attempt.
+            insist(_free)
+            retries += 1
+            again = self._shrink(batch, said, tried_again=again)
+        self._calm = 0 if retries else self._calm + 1
+        return replace(result, retries=retries) if retries else result
+
+    def _can_be_tried_again(self, error: Exception, batch: Any) -> bool:
+        if isinstance(error, StateLostError) or isinstance(batch, LogicalBatch) or self._step.options.split is not None:
+            return False
+        return self._step.options.on_out_of_memory == "shrink" and is_out_of_memory(error)
+
+    def _shrink(self, batch: Any, said: str, *, tried_again: bool) -> bool:
+        """Choose the next smaller size; the smallest is tried once more, for memory may only have been in pieces."""
+        step = self._step
+        num_samples = num_samples_of(batch, step.options)
+        size = min(step.micro_batch_size or num_samples, num_samples)
+        smaller = _next_smaller(num_samples, size, step.accumulator.smallest_micro_batch)
+        if smaller is None and tried_again:
+            raise BudgetError(
+                f"Out of memory in a step of {num_samples} samples, even with micro-batches of {size}: {said} "
+                f"Nothing was moved. Recompute modules (plan=bb.Plan(..., recompute=(names))), use precision"
+                f'="bf16", or an optimizer with less state.',
+                smallest_bytes=-1,
+                budget_bytes=step.budget_bytes or -1,
+            )
+        if smaller is None:
+            return True
+        _log.warning(
+            "Out of memory with micro-batches of %d (%s). The step is made again with %d.", size, said, smaller
+        )
+        self._larger.append(step.micro_batch_size)
+        step.micro_batch_size = smaller
+        return False
+
+    def _grow_back(self) -> None:
+        """After ``grow_after`` steps without trouble, try the size before."""
+        grow_after = self._step.options.grow_after
+        if grow_after is not None and self._larger and self._calm >= grow_after:
+            size = self._larger.pop()
+            _log.warning(
+                "%d steps without running out of memory: trying micro-batches of %s again.", self._calm, size or "all"
+            )
+            self._step.micro_batch_size = size
+            self._calm = 0
+
+
+def _next_smaller(num_samples: int, size: int, smallest: int) -> int | None:
+    """A size for about twice as many micro-batches; None when there is none."""
+    count = math.ceil(num_samples / size)
+    for more in range(2 * count, num_samples + 1):
+        found = math.ceil(num_samples / more)
+        if found < size and min(micro_batch_sizes(num_samples, found, smallest)) >= smallest:
+            return found
+    return None
+
+
+def insist(action: Callable[[], None]) -> None:
+    """Do what must be done although memory is short: an action that may be begun again, until it succeeds."""
+    for tries_left in range(_TRIES, 0, -1):
+        try:
+            action()
+            return
+        except Exception as error:
+            if tries_left == 1 or not is_out_of_memory(error):
+                raise
+        gc.collect()
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
