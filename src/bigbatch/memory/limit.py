@@ -9,13 +9,14 @@ import contextlib
 import ctypes
 import gc
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bigbatch.errors import OptionError
+from bigbatch.errors import BigBatchWarning, OptionError
 from bigbatch.units import format_bytes, parse_bytes
 
 _GRAIN_SIZE = 32768
@@ -105,8 +106,15 @@ def _limit_process(num_bytes: int) -> MemoryLimit:
 
     _start_threads()
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
-    # What is freed but still held by the C library would be given out beyond the limit.
-    used = data_bytes() - _free_bytes()
+    free = _free_bytes()  # is given out again without asking the system, so it is part of the amount
+    if free > num_bytes:
+        warnings.warn(
+            f"The C library holds {format_bytes(free)} that are free, more than the limit of {format_bytes(num_bytes)}, "
+            "and gives them out again. Set the limit before anything large is made.",
+            BigBatchWarning,
+            stacklevel=3,
+        )
+    used = data_bytes() - free
     limit = used + num_bytes if most == resource.RLIM_INFINITY else min(used + num_bytes, most)
     if limit <= used:
         raise OptionError(
@@ -133,24 +141,16 @@ def _start_threads() -> None:
     (square @ square).sum().backward()  # of the matrix product and of autograd
 
 
+_MALLOC_INFO_FIELDS = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
+
+
 class _MallocInfo(ctypes.Structure):
     """``struct mallinfo2`` of GNU's C library."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    )
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLOC_INFO_FIELDS)
 
 
 def _free_bytes() -> int:
