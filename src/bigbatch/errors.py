@@ -6,6 +6,11 @@ Each error is ours (``BigBatchError``) and also the builtin that people already 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 class BigBatchError(Exception):
     """Base of every error that bigbatch raises on purpose."""
@@ -71,6 +76,46 @@ class DistributedError(BigBatchError, RuntimeError):
 
 class TaskError(BigBatchError, ValueError):
     """A task, a task file, or what one of its callables returned cannot be used."""
+
+
+class CheckpointError(BigBatchError, OSError):
+    """A checkpoint cannot be written, cannot be trusted, or belongs to another run.
+
+    Attributes:
+        path: The checkpoint, or the folder it should be in.
+        why: What is wrong with it, without its name.
+        needed_bytes: When the disk is full: what the checkpoint needs, at least.
+        free_bytes: When the disk is full: what is free.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: Path | None = None,
+        why: str = "",
+        needed_bytes: int | None = None,
+        free_bytes: int | None = None,
+    ):
+        super().__init__(message)
+        self.path = path
+        self.why = why or message
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class RunStopped(BigBatchError, InterruptedError):
+    """A run was told to stop by a signal; it finished its step and was saved.
+
+    Attributes:
+        signal_number: Of the signal: 15 is SIGTERM, 2 is Ctrl-C.
+        path: The checkpoint to go on from.
+    """
+
+    def __init__(self, message: str, *, signal_number: int, path: Path):
+        super().__init__(message)
+        self.signal_number = signal_number
+        self.path = path
 
 
 class MissingExtraError(BigBatchError, ImportError):
