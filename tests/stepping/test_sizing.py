@@ -160,6 +160,8 @@ def make_step(kind: str, **more: Any) -> bb.Step:
     optimizer = make_optimizer(model)
     if kind == "everything":
         options = {**options, "ema": AveragedModel(model), "scheduler": OneCycleLR(optimizer, 0.1, total_steps=100)}
+    # Without the copies that can undo an optimizer: of these small models they are more than the activations.
+    options = {"on_out_of_memory": "raise", **options}
     return bb.Step(model, _as_wide_as(model), optimizer, **options, **more)
 
 

@@ -1,8 +1,8 @@
 """What ``optimizer.step()`` touches, so that running out of memory inside it can be undone exactly.
 
-The storage for it is allocated beforehand: at the time of trouble there is none to be had. A fused optimizer has no
-temporaries, so beside its step counters nothing has moved when an allocation fails; of others all that they move is
-copied, as long as that is little.
+Copies are made before the optimizer begins and freed when it has ended, so they lie beside no activations. A fused
+optimizer has no temporaries: when an allocation fails, nothing but its step counters has moved. Of others all that they
+move is copied, as long as that is little.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from bigbatch.stepping.checks import parameters_of
 
-_MOST_BYTES = 64 * 2**20
+_MOST_BYTES = 16 * 2**20
 """Copies of more than this, in each step, would cost more than they are worth."""
 
 
@@ -37,24 +37,23 @@ class OptimizerUndo:
         """Remember how everything is now."""
         key = [(len(optimizer.state), _num_values(optimizer)) for optimizer in self._optimizers]
         if key != self._key:
-            self._allocate()
+            self._find()
             self._key = key
-        if self._tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(self._copies, self._tensors)  # pyright: ignore[reportPrivateImportUsage]
+        self._copies = [tensor.detach().clone() for tensor in self._tensors]
 
-    def _allocate(self) -> None:
-        """Find what is to be copied, and make room for it."""
-        self._key = None
-        values = [list(optimizer.state.values()) for optimizer in self._optimizers]
-        state = [v for states in values for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+    def let_go(self) -> None:
+        """Free the copies."""
+        self._copies = []
+
+    def _find(self) -> None:
+        """Find what is to be copied."""
+        states = [s for optimizer in self._optimizers for s in optimizer.state.values()]
+        state = [value for values in states for value in values.values() if isinstance(value, torch.Tensor)]
         moved = [*parameters_of(self._optimizers), *state]
-        counters = [tensor for tensor in state if tensor.numel() == 1]
-        fused = all(_is_fused_alone(optimizer) for optimizer in self._optimizers) and len(self._optimizers) == 1
+        fused = bool(state) and len(self._optimizers) == 1 and _is_fused_alone(self._optimizers[0])
         little = sum(tensor.nbytes for tensor in moved) <= _MOST_BYTES
-        self.is_exact = (fused and bool(state)) or little
-        self._tensors = counters if fused and state else moved if little else []
-        self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
+        self.is_exact = fused or little
+        self._tensors = [tensor for tensor in state if tensor.numel() == 1] if fused else moved if little else []
         self._before = [{p: dict(s) for p, s in optimizer.state.items()} for optimizer in self._optimizers]
 
     def restore(self) -> None:

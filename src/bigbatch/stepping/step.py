@@ -97,7 +97,7 @@ class Step:
         self.num_skipped = 0
         self._skipped_in_a_row = 0
         self._recovery = Recovery(self)
-        self._optimizer_undo = OptimizerUndo(self.optimizers)
+        self._optimizer_undo = OptimizerUndo(self.optimizers) if self.options.on_out_of_memory == "shrink" else None
         self._said: set[str] = set()
         self._named_key: list[int] = []
         self._named: dict[str, torch.Tensor] = {}
@@ -206,26 +206,31 @@ class Step:
             del gradients
             done.gradients.narrow()
             self._fill_missing()
-            self._step_optimizers()
+            self.step_optimizers()
         if scaler is not None:
             insist(scaler.update)
         return result
 
-    def _step_optimizers(self) -> None:
+    def step_optimizers(self) -> None:
         """Step all of them or, when memory runs out, none."""
-        self._optimizer_undo.take()
+        undo = self._optimizer_undo
+        if undo is not None:
+            undo.take()
         try:
             for optimizer in self.optimizers:
                 optimizer.step()
         except Exception as error:
-            if not self._optimizer_undo.is_exact and is_out_of_memory(error):
+            if undo is not None and undo.is_exact:
+                insist(undo.restore)
+            elif is_out_of_memory(error):
                 raise StateLostError(
                     "Memory ran out inside optimizer.step(), when a part of the parameters may have moved, and they "
-                    "are too large to be copied in each step. Go on from a saved state. An optimizer with fused=True "
-                    "and one group of parameters needs no memory there."
+                    "are too large to be copied in each step. Go on from a saved state. An optimizer with fused=True and "
+                    "one group of parameters needs no memory there."
                 ) from error
-            insist(self._optimizer_undo.restore)
             raise
+        if undo is not None:
+            undo.let_go()
 
     def _check_reached(self) -> list[torch.Tensor]:
         """Gradients that the optimizers will see."""

@@ -97,6 +97,5 @@ def step_with_zeros(step: Step) -> None:
     for p in parameters_of(step.optimizers):
         if p.requires_grad:
             p.grad = torch.zeros_like(p)
-    for optimizer in step.optimizers:
-        optimizer.step()
+    step.step_optimizers()
     step.clear()
