@@ -52,11 +52,11 @@ class BudgetError(BigBatchError, MemoryError):
     """Nothing fits in the memory budget.
 
     Attributes:
-        smallest_bytes: The smallest peak that was found, in bytes.
-        budget_bytes: The budget it was held against, in bytes.
+        smallest_bytes: The smallest peak that was found, in bytes; None when even that ran out of memory.
+        budget_bytes: The budget it was held against, in bytes; None when that was all the memory there is.
     """
 
-    def __init__(self, message: str, smallest_bytes: int, budget_bytes: int):
+    def __init__(self, message: str, smallest_bytes: int | None, budget_bytes: int | None):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.budget_bytes = budget_bytes

@@ -26,7 +26,7 @@ class _Json:
 
     def to_json(self) -> str:
         """The value as JSON text. Tensors become numbers, which waits for the device."""
-        return json.dumps(dataclasses.asdict(self, dict_factory=_plain_dict))  # pyright: ignore[reportArgumentType]
+        return json.dumps(dataclasses.asdict(self, dict_factory=_ready_dict))  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -48,15 +48,16 @@ class _Json:
             raise OptionError(f"{text[:80]!r} is no {cls.__name__}: {error}.") from error
 
 
-def _plain_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in pairs}
+def _ready_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: json_ready(value) for name, value in pairs}
 
 
-def _plain(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
+    """The value with tensors as numbers, which waits for the device, and what is not finite as text."""
     if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: json_ready(inner) for name, inner in value.items()}
     if isinstance(value, tuple):
-        return tuple(_plain(inner) for inner in value)
+        return tuple(json_ready(inner) for inner in value)
     number = value.item() if hasattr(value, "item") else value
     # JSON has no NaN, and strict readers refuse the bare word that Python writes for it.
     return _NOT_FINITE.get(str(number), number) if isinstance(number, float) else number
@@ -222,6 +223,21 @@ class StepOptions:
                 raise OptionError(f"There is no option {name!r}. {hint}")
         return cls(**keywords)
 
+
+AFTER_THE_GRADIENT = frozenset(
+    {
+        "max_grad_norm",
+        "grad_norm",
+        "scheduler",
+        "ema",
+        "zero_missing_gradients",
+        "on_non_finite",
+        "max_skipped",
+        "on_out_of_memory",
+        "grow_after",
+    }
+)
+"""Options of what a ``Step`` does with the gradient; the others say what the gradient is."""
 
 _ACCUMULATION = "Give micro_batch_size=, the samples in one forward-backward; how many follows from the batch."
 _PEERS_WORDS = {

@@ -400,7 +400,7 @@ BATCHES = {
     ),
     "one value per channel": Bad(
         bb.BatchError,
-        r"BatchNorm.* one value per channel.*micro_batch_size.*batch_norm=\"frozen\"",
+        r"BatchNorm.* one value per channel.*batch of at least 2 samples.*batch_norm=\"frozen\"",
         batch=lambda: {k: v[:1] for k, v in make_batch().items()},
     ),
     "one value per channel later": Bad(

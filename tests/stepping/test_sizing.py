@@ -226,9 +226,9 @@ def test_an_overflow_in_the_trial_leaves_the_scale():
 
     assert_identical(snapshot(step), before)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
-    # To name what is not finite takes a little more.
+    # To name what is not finite takes a little more; a step with zeros has some scalars less.
     finite = step.measure(batch, 6)
-    assert finite <= overflowing < 1.1 * finite
+    assert finite - 64 <= overflowing < 1.1 * finite
 
 
 def test_a_trial_that_fails_leaves_everything_as_it_was():

@@ -11,7 +11,7 @@ from torch import nn
 from bigbatch.errors import OptionError
 from bigbatch.stepping.accumulator import Accumulator, named_like
 from bigbatch.stepping.checks import check_parameters
-from bigbatch.values import StepOptions, StepResult, check_positive
+from bigbatch.values import AFTER_THE_GRADIENT, StepOptions, StepResult, check_positive
 
 
 def accumulate(
@@ -82,17 +82,7 @@ def accumulate(
 
 def _check_concerns_the_gradient(options: StepOptions) -> None:
     plain = StepOptions()
-    for name in (
-        "max_grad_norm",
-        "grad_norm",
-        "scheduler",
-        "ema",
-        "zero_missing_gradients",
-        "on_non_finite",
-        "max_skipped",
-        "on_out_of_memory",
-        "grow_after",
-    ):
+    for name in sorted(AFTER_THE_GRADIENT):
         if getattr(options, name) != getattr(plain, name):
             raise OptionError(f"{name} is done after the gradient, by Step; accumulate only adds to .grad.")
     if options.precision in ("fp16", torch.float16):

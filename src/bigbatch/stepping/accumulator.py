@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ from bigbatch.stepping.recovery import insist
 from bigbatch.stepping.shares import Share, Shares
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.values import Exactness, StepOptions, StepResult
+
+_log = logging.getLogger("bigbatch")
 
 OnMicroBatch = Callable[[int, int | None], None]
 
@@ -92,6 +95,7 @@ class Accumulator:
         device: Where the first parameter of the model is.
         precision: Autocast and loss scaling.
         on_micro_batch: See ``Step``.
+        most_samples: A batch may have.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], options: StepOptions):
@@ -103,9 +107,11 @@ class Accumulator:
         self.device = _device_of(tuple(model.modules()))
         self.precision = Precision(options.precision, self.device.type)
         self.on_micro_batch: OnMicroBatch | None = None
+        self.most_samples: int | None = None
         self._weigher = Weigher(options.weight)
         self._weights_add_up = not self._weigher.has_callable
         self._labels_were_seen = False
+        self._backwards_were_told = False
         self._accumulation_dtype = accumulation_dtype_of(options.accumulation_dtype)
         self._modules: tuple[nn.Module, ...] = ()
         self._look_at_modules()
@@ -114,6 +120,14 @@ class Accumulator:
         self._trusted_hooks: set[Any] = set()
         # A function that makes batches may draw from Python and NumPy too, whose states take time to read.
         self._draws_anywhere = options.collate is not None or options.split is not None or self._weigher.has_callable
+
+    def check_size(self, num_samples: int) -> None:
+        """Raise ``BatchError`` when these are more samples than a batch may have."""
+        if self.most_samples is not None and num_samples > self.most_samples:
+            raise BatchError(
+                f"The batch has {num_samples} samples, but batch_size={self.most_samples}. Hand over smaller "
+                f"batches, or make the Step with that batch_size."
+            )
 
     def cut(self, batch: Any, micro_batch_size: int | None) -> Pieces:
         """The micro-batches of a batch, weighed."""
@@ -192,6 +206,7 @@ class Accumulator:
         self._undo.take(self.device, everywhere=self._draws_anywhere)
         try:
             pieces = self.cut(batch, micro_batch_size)
+            self.check_size(pieces.num_samples)
             _check_something_counts(pieces)
             self._check_weights_add_up(batch, pieces)
         except BaseException:
@@ -221,6 +236,7 @@ class Accumulator:
                 # Neither the graph nor the micro-batch may be there while the next one computes.
                 del shares, piece
         watch.check()
+        self.check_size(sum(done.sizes))  # of an iterator it is only known now
         if not reached:
             raise LossError(_NOTHING_NEEDS_A_GRADIENT)
         self._finish(pieces, done)
@@ -255,6 +271,13 @@ class Accumulator:
             done.exactness = "approximate"
         elif len(done.sizes) > 1 and self._generators.were_used():
             done.exactness = "same in distribution"
+        if not self._backwards_were_told and done.shares.num_backwards > 1:
+            self._backwards_were_told = True
+            _log.warning(
+                "The loss has denominators that are known only after the forward: %d backwards and gradient buffers "
+                "for each micro-batch. Means with weight={term: ...} need one.",
+                done.shares.num_backwards,
+            )
         if not self._labels_were_seen and pieces.count != 1:
             self._labels_were_seen = True
             if self._weigher.is_default and done.shares.has_means:
@@ -322,10 +345,11 @@ def _say_where(error: Exception, sizes: list[int], pieces: Pieces) -> None:
     place = f"micro-batch {len(sizes)}{f' of {pieces.count}' if pieces.count else ''}"
     place += f", samples {first} to {first + size - 1}" if size else ""
     if isinstance(error, ValueError) and "Expected more than 1 value per channel" in str(error):
-        needed = smallest_without_single(pieces.num_samples)
+        several = pieces.num_samples > 1
+        needed = f"micro_batch_size of at least {smallest_without_single(pieces.num_samples)}"
         raise BatchError(
-            f"A BatchNorm layer got one value per channel, which has no variance ({place}). Give a micro_batch_size "
-            f'of at least {needed}, or batch_norm="frozen". Torch says: {error}'
+            f"A BatchNorm layer got one value per channel, which has no variance ({place}). Give a "
+            f'{needed if several else "batch of at least 2 samples"}, or batch_norm="frozen". Torch says: {error}'
         ) from error
     error.add_note(f"In {place}.")
 

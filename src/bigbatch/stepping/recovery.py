@@ -75,8 +75,8 @@ class Recovery:
                 f"Out of memory in a step of {num_samples} samples, even with micro-batches of {size}: {said} "
                 f"Nothing was moved. Recompute modules (plan=bb.Plan(..., recompute=(names))), use precision"
                 f'="bf16", or an optimizer with less state.',
-                smallest_bytes=-1,
-                budget_bytes=step.budget_bytes or -1,
+                smallest_bytes=None,
+                budget_bytes=step.budget_bytes,
             )
         if smaller is None:
             return True

@@ -73,6 +73,15 @@ class Shares:
         """Whether some term is a mean, which needs a weight."""
         return any(kind == "mean" for _, kind in self._kinds)
 
+    @property
+    def num_backwards(self) -> int:
+        """Backwards for each micro-batch: one for each denominator that is known late, one for all other terms."""
+        late = sum(self._is_late(kind) for _, kind in self._kinds)
+        return late + (late < len(self._kinds))
+
+    def _is_late(self, kind: str) -> bool:
+        return (kind == "ratio" and not self._single) or (kind == "mean" and self._totals is None)
+
     def of(self, terms: list[Term], piece: Piece) -> list[Share]:
         """What of a micro-batch is to be backpropagated, and how much it counts.
 

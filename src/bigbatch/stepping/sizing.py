@@ -75,7 +75,7 @@ def _nothing_fits(size: int, peak: float, budget_bytes: int) -> BudgetError:
         f"No micro-batch fits in {format_bytes(budget_bytes)}: even {size} sample(s) at a time need {needed}. Raise "
         f"the budget, recompute modules (plan=bb.Plan(..., recompute=(names))), use "
         f'precision="bf16", or an optimizer with less state.',
-        smallest_bytes=-1 if math.isinf(peak) else int(peak),
+        smallest_bytes=None if math.isinf(peak) else int(peak),
         budget_bytes=budget_bytes,
     )
 
@@ -153,6 +153,12 @@ def check_can_be_cut(step: Step, batch: Any) -> None:
         )
 
 
+def check_size(step: Step, batch: Any) -> None:
+    """Raise ``BatchError`` for a batch that is larger than a batch may be, before anything is tried."""
+    check_can_be_cut(step, batch)
+    step.accumulator.check_size(num_samples_of(batch, step.options))
+
+
 def may_fit_more(plan: Plan, step: Step, batch: Any) -> bool:
     """Whether the plan says "all of the batch" of a batch that was smaller than this one."""
     if plan.accumulation_steps != 1 or step.wanted_micro_batch_size is not None:
@@ -168,7 +174,7 @@ def _peak_or_infinite(step: Step, batch: Any, micro_batch_size: int) -> float:
         if not is_out_of_memory(error):
             raise
     # Out of the except block: the traceback holds the activations of the failed try.
-    if torch.cuda.is_available():
+    if step.accumulator.device.type == "cuda":
         torch.cuda.empty_cache()
     return math.inf
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.errors import BatchError, GradientError, NonFiniteError, OptionError, StateLostError
+from bigbatch.errors import GradientError, NonFiniteError, OptionError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping import sizing
-from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch, named_like
+from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch
 from bigbatch.stepping.averaging import updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
+from bigbatch.stepping.gradients import accumulation_dtype_of
 from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
 from bigbatch.stepping.optimizer_undo import OptimizerUndo
 from bigbatch.stepping.precision import forget_unscaled
@@ -46,7 +47,7 @@ class Step:
         model: The model, as one module.
         loss_fn: Called as ``loss_fn(model, micro_batch)``; see ``accumulate``.
         optimizer: One, or several for different parameters.
-        plan: What to run: micro-batch size and recomputed modules. Instead of the next three.
+        plan: What to run: micro-batch size and recomputed modules. Instead of memory_budget and micro_batch_size.
         batch_size: Samples in a step, at most; a larger batch is an error.
         memory_budget: The micro-batch size is found by measuring at the first batch, such that the peak of a step stays
             inside this: bytes, or a text such as ``"8GiB"``.
@@ -88,7 +89,7 @@ class Step:
             if size is not None:
                 check_positive(name, size)
         self._update_average = updater_of(self.options.ema)
-        self.batch_size = batch_size
+        self.batch_size = self._accumulator.most_samples = batch_size
         self.budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
         self.wanted_micro_batch_size = micro_batch_size
         self.micro_batch_size = plan.micro_batch_size if plan else micro_batch_size
@@ -130,6 +131,7 @@ class Step:
         After any of them, model, optimizer and random numbers are as before.
         """
         if self.budget_bytes is not None and (self.plan is None or sizing.may_fit_more(self.plan, self, batch)):
+            sizing.check_size(self, batch)
             self.fit(batch)
         named = self.named_parameters()
         result = self._recovery.run(batch, named)
@@ -154,7 +156,6 @@ class Step:
         check_no_gradients(named, parameters_of(self.optimizers))
         done = self._accumulator.run(batch, micro_batch_size, named)
         try:
-            self._check_size(done)
             result = self._update(done)
         except BaseException:
             self._abandon(done)
@@ -178,13 +179,6 @@ class Step:
         named.update({f"optimizer parameter {i}": p for i, p in enumerate(beside)})
         self._named_key, self._named = key, named
         return named
-
-    def _check_size(self, done: Accumulation) -> None:
-        if self.batch_size is not None and sum(done.sizes) > self.batch_size:
-            raise BatchError(
-                f"The batch has {sum(done.sizes)} samples, but batch_size={self.batch_size}. Hand over smaller "
-                f"batches, or make the Step with that batch_size."
-            )
 
     def _update(self, done: Accumulation) -> StepResult:
         """Everything from the gradient to the optimizer."""
@@ -225,8 +219,8 @@ class Step:
             elif is_out_of_memory(error):
                 raise StateLostError(
                     "Memory ran out inside optimizer.step(), when a part of the parameters may have moved, and they "
-                    "are too large to be copied in each step. Go on from a saved state. An optimizer with fused=True and "
-                    "one group of parameters needs no memory there."
+                    "are too large to be copied in each step. Go on from a saved state. An optimizer with fused=True "
+                    "and one group of parameters needs no memory there."
                 ) from error
             raise
         if undo is not None:
@@ -248,8 +242,8 @@ class Step:
         if math.isfinite(float(norm if scaled else norm + loss.to(norm.device))):
             return norm, True
         done.shares.check_denominators()
-        of_optimizers = named_like(self.model, parameters_of(self.optimizers))
-        names = done.non_finite(of_optimizers)
+        of_optimizers = {id(p) for p in parameters_of(self.optimizers)}
+        names = done.non_finite({name: p for name, p in self.named_parameters().items() if id(p) in of_optimizers})
         if not names:  # every entry is finite, but the sum of their squares is not
             return overflow_free_norm(self._check_reached(), norm.device), True
         if not scaled and self.options.on_non_finite == "raise":
@@ -360,8 +354,10 @@ class Step:
             self._load_ema_and_scaler(before)
             raise OptionError(f"The ema or the scaler cannot be loaded: {error}. Nothing was loaded.") from error
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-        self.micro_batch_size = state["micro_batch_size"]
-        self.plan = self.plan or plan
+        if self.plan is None or self.budget_bytes is not None:  # one that was given by hand stays
+            self.micro_batch_size, self.plan = state["micro_batch_size"], plan
+            if plan is not None:
+                apply(plan, self.model)
 
     def _load_ema_and_scaler(self, state: dict[str, Any]) -> None:
         if state["ema"] is not None:
@@ -393,7 +389,10 @@ def _with_plan(
     if memory_budget is not None or micro_batch_size is not None:
         given = "memory_budget" if memory_budget is not None else "micro_batch_size"
         raise OptionError(f"plan and {given} were both given; the plan says how much fits. Leave {given} out.")
-    if plan.accumulation_dtype is not None and options.get("accumulation_dtype") is None:
+    if plan.accumulation_dtype is not None:
+        asked = options.get("accumulation_dtype")
+        if asked is not None and accumulation_dtype_of(asked) != accumulation_dtype_of(plan.accumulation_dtype):
+            raise OptionError(f"accumulation_dtype={asked!r}, but the plan has {plan.accumulation_dtype!r}. Give one.")
         return {**options, "accumulation_dtype": plan.accumulation_dtype}
     return options
 

@@ -21,7 +21,7 @@ from bigbatch.training.direct import DirectSteps, train_directly
 from bigbatch.training.events import is_accuracy, weaker
 from bigbatch.training.loop import Run
 from bigbatch.training.task import Task
-from bigbatch.values import Exactness
+from bigbatch.values import AFTER_THE_GRADIENT, Exactness, StepOptions
 
 MAX_DIFFERENCE = 1e-10
 """Of a parameter after some steps in float64, relative to it."""
@@ -138,14 +138,17 @@ def _first_gradients(task: Task, micro_batch_size: int, device: torch.device) ->
     cut = build(task, device)
     direct = _twin(task, cut, device)
     batch = first_batch(task, cut.train_data)
-    options = {name: getattr(task, name) for name in ("weight", "batch_norm", "collate", "split", "batch_dims")}
+    names = {spec.name for spec in dataclasses.fields(StepOptions)} - AFTER_THE_GRADIENT
+    options = {name: getattr(task, name) for name in names}
     accumulate(cut.model, task.loss_fn, batch, micro_batch_size=micro_batch_size, **options)
     DirectSteps(task, direct, device).backward(batch)
     return largest_difference(_gradients(cut), _gradients(direct))
 
 
 def _gradients(parts: Parts) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
+    # None is taken for zeros: whether a parameter that nothing counts for has a gradient may depend on the cut.
+    named = ((name, p) for name, p in parts.model.named_parameters() if p.requires_grad)
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
 
 
 def largest_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:

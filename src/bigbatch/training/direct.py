@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import AveragedModel
 
+from bigbatch.stepping.averaging import updater_of
 from bigbatch.stepping.checks import parameters_of, schedulers_of
 from bigbatch.stepping.losses import Constant, Ratio, Sum
 from bigbatch.stepping.precision import Precision
@@ -38,6 +38,7 @@ class DirectSteps:
         self.task = task
         self.parts = parts
         self.device = device
+        self._update_average = updater_of(parts.options.ema)
         self.precision = Precision(parts.options.precision, device.type)
         self.schedulers = schedulers_of(parts.options.scheduler, parts.optimizers)
         if task.batch_norm == "frozen":
@@ -77,8 +78,8 @@ class DirectSteps:
     def _move_on(self) -> None:
         for scheduler in self.schedulers:
             scheduler.step()
-        if isinstance(self.parts.options.ema, AveragedModel):
-            self.parts.options.ema.update_parameters(self.parts.model)
+        if self._update_average is not None:
+            self._update_average(self.parts.model)
 
 
 def plain_loss(returned: Any) -> torch.Tensor:
