@@ -109,8 +109,8 @@ def _limit_process(num_bytes: int) -> MemoryLimit:
     free = _free_bytes()  # is given out again without asking the system, so it is part of the amount
     if free > num_bytes:
         warnings.warn(
-            f"The C library holds {format_bytes(free)} that are free, more than the limit of {format_bytes(num_bytes)}, "
-            "and gives them out again. Set the limit before anything large is made.",
+            f"The C library holds {format_bytes(free)} that are free and gives them out again, more than the limit of "
+            f"{format_bytes(num_bytes)}. Set the limit before anything large is made.",
             BigBatchWarning,
             stacklevel=3,
         )

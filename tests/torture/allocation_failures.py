@@ -1,0 +1,354 @@
+"""Let each allocation of a step fail in turn, and see whether the step is then what it would have been.
+
+    python -m tests.torture.allocation_failures [--double] [--first] [--rest] [--peer] [--quick]
+
+A shim in C (``fail_allocation.c``) makes chosen calls of the allocator fail. For each point there is a run of three
+steps on copies of the same network: one undisturbed, one under attack, one undisturbed. What is there after the second
+and the third (weights, gradients, buffers, optimizer, scheduler, average, loss scale, loss, step number, random
+numbers) must be, bit for bit, what an undisturbed run of the micro-batch sizes that were used leaves; or the step
+stopped with an error that says "out of memory", all is as before, and the next step is as if it had not been tried.
+
+The runs happen in a process of its own, because the shim must be there when it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+import bigbatch as bb
+from bigbatch.memory.out_of_memory import is_out_of_memory
+from tests.torture.worlds import MICRO_BATCH_SIZE, NETS, OPTIMIZERS, Case, World, differences
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).with_name("fail_allocation.c")
+KINDS = ("same size", "smaller", "clean stop", "wrong", "not reached")
+Kind = Literal["same size", "smaller", "clean stop", "wrong", "not reached"]
+
+
+class Failure(NamedTuple):
+    """Which allocations of the step fail, counted from 1; 0 is none.
+
+    Attributes:
+        first, second: These do.
+        all_from: All from this one on do, as long as the step lasts.
+    """
+
+    first: int = 0
+    second: int = 0
+    all_from: int = 0
+
+
+class Shim:
+    """The loaded library."""
+
+    def __init__(self, path: str):
+        self._library = ctypes.CDLL(path)
+        self._library.failures_arm.argtypes = [ctypes.c_long] * 4
+        for name in ("failures_count", "failures_failed"):
+            getattr(self._library, name).restype = ctypes.c_long
+
+    def arm(self, failure: Failure) -> None:
+        self._library.failures_arm(failure.first, failure.second, failure.all_from, 0)
+
+    def disarm(self) -> None:
+        self._library.failures_disarm()
+
+    @property
+    def count(self) -> int:
+        return self._library.failures_count()
+
+    @property
+    def failed(self) -> int:
+        return self._library.failures_failed()
+
+
+def our_step(world: World) -> Callable[[Any, int | None], tuple[int, ...]]:
+    """A step of this world, as a function of batch and micro-batch size (None: as it is), that returns the sizes."""
+    step = bb.Step(
+        world.model,
+        world.case.net.loss_fn,
+        world.optimizer,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        max_grad_norm=1.0,
+        scheduler=world.scheduler,
+        ema=world.ema,
+        precision=world.scaler or "fp32",
+        **world.case.net.options,
+    )
+
+    def run(batch: Any, size: int | None) -> tuple[int, ...]:
+        if size is not None:
+            step.micro_batch_size = size
+        try:
+            result = step(batch)
+            world.result = float(result.loss)
+            return result.micro_batch_sizes
+        finally:
+            world.num_steps = step.num_steps
+
+    return run
+
+
+def peers_step(world: World) -> Callable[[Any, int | None], tuple[int, ...]]:
+    """What a well-known trainer does: zero the gradients, halve the micro-batches, run the batch again."""
+    now = [MICRO_BATCH_SIZE]
+
+    def run(batch: Any, size: int | None) -> tuple[int, ...]:
+        now[0] = size or now[0]
+        while True:
+            try:
+                sizes, loss = _plain_step(world, batch, now[0])
+                break
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or now[0] == 1:
+                    raise
+            now[0] //= 2
+            world.optimizer.zero_grad()
+        world.result, world.num_steps = loss, world.num_steps + 1
+        world.scheduler.step()
+        if world.ema is not None:
+            world.ema.update_parameters(world.model)
+        world.optimizer.zero_grad()
+        return sizes
+
+    return run
+
+
+def _plain_step(world: World, batch: dict[str, torch.Tensor], size: int) -> tuple[tuple[int, ...], float]:
+    parts = list(zip(*(value.split(size) for value in batch.values()), strict=True))
+    total, scaler, num_samples = 0.0, world.scaler, len(batch["y"])
+    for part in parts:
+        with torch.autocast("cpu", torch.float16, enabled=scaler is not None):
+            found = world.case.net.loss_fn(world.model, dict(zip(batch, part, strict=True)))
+        terms = list(found.values()) if isinstance(found, dict) else [found]
+        values = [term.numerator / term.denominator if isinstance(term, bb.Ratio) else term for term in terms]
+        loss = torch.stack([value.float() for value in values]).sum() * (len(part[0]) / num_samples)
+        total += float(loss.detach())
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is not None:
+        scaler.unscale_(world.optimizer)
+    torch.nn.utils.clip_grad_norm_(world.model.parameters(), 1.0)
+    if scaler is None:
+        world.optimizer.step()
+    else:
+        scaler.step(world.optimizer)
+        scaler.update()
+    return tuple(len(part[0]) for part in parts), total
+
+
+@dataclass
+class Attack:
+    """Attacks the steps of one case.
+
+    Args:
+        shim: Makes allocations fail.
+        case: Whose steps.
+        make_step: ``our_step`` or ``peers_step``.
+        at_first: The attacked step is the first one, and not the second.
+    """
+
+    shim: Shim
+    case: Case
+    make_step: Callable[[World], Callable[[Any, int | None], tuple[int, ...]]] = our_step
+    at_first: bool = False
+
+    def __post_init__(self) -> None:
+        self._expected: dict[Any, list[dict[str, Any]]] = {}
+
+    def _begin(self) -> tuple[World, Callable[[Any, int | None], tuple[int, ...]]]:
+        world = World(self.case)
+        step = self.make_step(world)
+        if not self.at_first:
+            step(self.case.batches[0], None)
+        return world, step
+
+    def count(self) -> int:
+        """Allocations of the undisturbed step."""
+        _, step = self._begin()
+        self.shim.arm(Failure())
+        try:
+            step(self.case.batches[1], None)
+        finally:
+            self.shim.disarm()
+        return self.shim.count
+
+    def expected(self, attacked: tuple[int, ...] | None, last: tuple[int, ...]) -> list[dict[str, Any]]:
+        """States after the attacked and the last step of a run with these micro-batches; None: without that step."""
+        key = (attacked, last)
+        if key not in self._expected:
+            world, step = self._begin()
+            states = []
+            for batch, sizes in zip(self.case.batches[1:], (attacked, last), strict=True):
+                if sizes is not None:
+                    done = step(batch, max(sizes))
+                    assert done == sizes, f"Asked for micro-batches of {sizes}, ran {done}."
+                states.append(world.state())
+            self._expected[key] = states
+        return self._expected[key]
+
+    def run(self, failure: Failure) -> tuple[Kind, str]:
+        """What came of a step with this failure, and for a wrong one why."""
+        world, step = self._begin()
+        sizes, stopped, is_clean = None, "", True
+        self.shim.arm(failure)
+        try:
+            sizes = step(self.case.batches[1], None)
+        except Exception as error:
+            stopped = f"{type(error).__name__}: {str(error)[:300]}"
+            is_clean = is_out_of_memory(error) or isinstance(error, bb.BudgetError)
+        finally:
+            self.shim.disarm()
+        if self.shim.failed < sum(number > 0 for number in failure):
+            return "not reached", ""
+        if stopped and not is_clean:
+            return "wrong", f"raised {stopped}"
+        after = world.state()
+        try:
+            last = step(self.case.batches[2], None)
+        except Exception as error:
+            return "wrong", f"the next step raised {type(error).__name__}: {error}; the attacked one {stopped or sizes}"
+        expected = self.expected(sizes, last)
+        for when, found, wanted in zip(("it", "the next step"), (after, world.state()), expected, strict=True):
+            if differing := differences(found, wanted):
+                more = f"{len(differing)} differ, such as {differing[:4]}"
+                return "wrong", f"after {when}: {more}; sizes {sizes} {last}; {stopped}"
+        if stopped:
+            return "clean stop", stopped
+        return ("same size" if sizes == self.expected_sizes else "smaller"), ""
+
+    @property
+    def expected_sizes(self) -> tuple[int, ...]:
+        """Of an undisturbed step."""
+        num_samples = len(self.case.batches[1]["y"])
+        return (MICRO_BATCH_SIZE,) * (num_samples // MICRO_BATCH_SIZE)
+
+
+def points(wanted: argparse.Namespace, attack: Attack) -> Iterator[Failure]:
+    """The failures that are tried on one case."""
+    num_allocations = attack.count()
+    # A recovery collects garbage, which takes 0.1 s with all the objects of the modules that are imported by now.
+    gc.freeze()
+    if not wanted.double:
+        for number in range(1, num_allocations + 1, wanted.every):
+            yield Failure(all_from=number) if wanted.rest else Failure(first=number)
+        return
+    draw = random.Random(f"{attack.case}")
+    for i in range(wanted.double):
+        first = draw.randint(1, num_allocations)
+        # Half of them soon after the first, where the step is being undone.
+        yield Failure(first, first + draw.randint(1, 30 if i % 2 else num_allocations))
+
+
+def attack_all(wanted: argparse.Namespace, shim: Shim) -> list[dict[str, Any]]:
+    """A row of counts for each network and optimizer."""
+    rows = []
+    for net_name in wanted.nets:
+        for optimizer_name in wanted.optimizers:
+            make_step = peers_step if wanted.peer else our_step
+            attack = Attack(shim, Case(net_name, optimizer_name), make_step, wanted.first)
+            counts, examples, started = Counter(), [], time.perf_counter()
+            for failure in points(wanted, attack):
+                kind, why = attack.run(failure)
+                counts[kind] += 1
+                if kind == "wrong":
+                    examples.append((list(failure), why))
+            row = {"net": net_name, "optimizer": optimizer_name, **{kind: counts[kind] for kind in KINDS}}
+            rows.append({**row, "seconds": time.perf_counter() - started, "examples": examples})
+            print(_line(rows[-1]), flush=True)
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    points = sum(row[kind] for kind in KINDS[:-1])
+    counts = "".join(f"{row[kind]:>13}" for kind in KINDS)
+    return f"{row['net']:<12} {row['optimizer']:<14}{points:>8}{counts}{row.get('seconds', 0):>8.1f}"
+
+
+def work(wanted: argparse.Namespace) -> int:
+    """Attack, print the table, and say with the exit code whether nothing was wrong."""
+    torch.set_num_threads(1)
+    logging.getLogger("bigbatch").setLevel(logging.ERROR)  # each recovery is announced
+    shim = Shim(wanted.shim)
+    print(f"{'net':<12} {'optimizer':<14}{'points':>8}{''.join(f'{kind:>13}' for kind in KINDS)}{'seconds':>8}")
+    rows = attack_all(wanted, shim)
+    total: dict[str, Any] = {kind: sum(row[kind] for row in rows) for kind in KINDS}
+    print(_line({"net": "all", "optimizer": "", **total, "seconds": sum(row["seconds"] for row in rows)}))
+    for row in rows:
+        for failure, why in row["examples"][: wanted.examples]:
+            print(f"WRONG {row['net']}, {row['optimizer']}, failure {failure}: {why}")
+    if wanted.json:
+        Path(wanted.json).write_text(json.dumps(rows))
+    return 1 if total["wrong"] and not wanted.peer else 0
+
+
+def compile_shim(folder: str) -> str | None:
+    """Path of the compiled shim; None without a C compiler or where it cannot be preloaded."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        return None
+    path = str(Path(folder) / "fail_allocation.so")
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", path, str(SOURCE), "-ldl"], check=True)
+    return path
+
+
+def start(arguments: list[str], *, capture: bool = False) -> subprocess.CompletedProcess[str] | None:
+    """Run this program with the shim loaded; None where it cannot be made."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = compile_shim(folder)
+        if path is None:
+            return None
+        environment = {**os.environ, "LD_PRELOAD": path, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.torture.allocation_failures", "--shim", path, *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=capture, text=True)
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--double", nargs="?", const=80, default=0, type=int, help="pairs of failures a case")
+    parser.add_argument("--first", action="store_true", help="attack the first step, where optimizer state is made")
+    parser.add_argument("--rest", action="store_true", help="from each point on, all allocations of the step fail")
+    parser.add_argument("--peer", action="store_true", help="attack: zero the gradients, halve, run again")
+    parser.add_argument("--quick", action="store_true", help="every 10th point, or a tenth of the pairs")
+    parser.add_argument("--every", type=int, default=1, help="every so many points")
+    parser.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS))
+    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--examples", type=int, default=3, help="wrong points shown of each case")
+    parser.add_argument("--json", help="where to write the counts")
+    parser.add_argument("--shim", help=argparse.SUPPRESS)
+    wanted = parser.parse_args(arguments)
+    if wanted.quick:
+        wanted.every, wanted.double = 10 * wanted.every, wanted.double // 10
+    return wanted
+
+
+def main(arguments: list[str]) -> int:
+    wanted = parsed(arguments)
+    if wanted.shim:
+        return work(wanted)
+    done = start(arguments)
+    if done is None:
+        print("There is no C compiler here (gcc or cc), or this is not Linux; the shim cannot be made.")
+        return 2
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
