@@ -18,12 +18,17 @@ from bigbatch.reporting.comparison_text import peaks_text, runs_text, steps_text
 from bigbatch.reporting.panel import LivePanel, PlainLines
 from bigbatch.reporting.text import closing, preflight_text
 from bigbatch.tasks.finding import find_task, has_variant
+from bigbatch.training.checkpoint import Checkpoints, Found, newest, verified
 from bigbatch.training.comparison import compare_runs, compare_steps, direct_peak_bytes
 from bigbatch.training.events import Listener, RunResult
 from bigbatch.training.log import JsonLog, TensorBoardLog, make_run_dir, save_result
 from bigbatch.training.loop import Run
 from bigbatch.training.preflight import preflight
+from bigbatch.training.resuming import resume
+from bigbatch.training.saving import Saver
 from bigbatch.training.task import Task
+
+_CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -84,16 +89,54 @@ def check(wanted: Wanted, *, num_steps: int) -> bool:
     return found.go
 
 
-def train(wanted: Wanted, *, run_dir: Path | None, tensorboard: bool, compare: bool) -> bool:
+@dataclass(frozen=True)
+class Place:
+    """Where a run is kept, as on the command line: ``--run-dir``, ``--resume``, ``--checkpoint-every``."""
+
+    run_dir: Path | None = None
+    resume: str | None = None
+    checkpoint_every: int | None = None
+
+    def prepare(self, name: str) -> tuple[Path, Found | None]:
+        """The folder of the run, and the checkpoint that it goes on from.
+
+        Args:
+            name: Of the task.
+
+        Raises:
+            CheckpointError: No checkpoint can be used.
+            TaskError: The folder holds another run, or cannot be made.
+        """
+        if self.resume is None or self.resume == "auto":
+            folder = make_run_dir(self.run_dir, name, goes_on=self.resume is not None)
+            return folder, newest(folder / _CHECKPOINTS) if self.resume else None
+        found = verified(self.resume)
+        of_run = found.path.absolute().parents[1]
+        folder = self.run_dir or (of_run if found.path.absolute().parent.name == _CHECKPOINTS else None)
+        goes_on = folder is not None and folder.absolute() == of_run
+        return make_run_dir(folder, name, goes_on=goes_on), found
+
+
+def train(wanted: Wanted, place: Place, *, tensorboard: bool, compare: bool) -> bool:
     """Train, save, print, and compare when asked; False when a comparison is out of its bounds."""
     device, task = wanted.prepare(), wanted.found()
     run = Run(task, device=device, memory_budget=wanted.memory_budget, micro_batch_size=wanted.micro_batch_size)
     # Only now that all of it is built: a task that cannot be leaves no empty folder behind.
-    folder = make_run_dir(run_dir, task.name)
-    if tensorboard:
-        run.listeners.append(TensorBoardLog(folder / "tensorboard"))
-    run.listeners += [_display(device), JsonLog(folder / "log.jsonl")]
-    result = run.train()
+    folder, found = place.prepare(task.name)
+    checkpoints = Checkpoints(folder / _CHECKPOINTS)
+    try:
+        if found is not None:
+            for path, why in found.refused:
+                _say(f"checkpoint {path} cannot be used: {why}")
+            resume(run, found)
+            _say(f"goes on from {found.path}, which is as it was written")
+        first_step = run.info.first_step
+        if tensorboard:
+            run.listeners.append(TensorBoardLog(folder / "tensorboard", first_step=first_step))
+        run.listeners += [_display(device), JsonLog(folder / "log.jsonl", first_step=first_step)]
+        result = run.train(Saver(checkpoints, every=place.checkpoint_every))
+    finally:
+        checkpoints.close()
     files = save_result(folder, result, run.parts.model, run.parts.options.ema)
     _say()
     for line in closing(result, [str(path) for path in [*files, folder / "log.jsonl"]]):

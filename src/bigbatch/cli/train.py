@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from bigbatch.errors import RunStopped
 
 
 class NormName(StrEnum):
@@ -43,6 +47,17 @@ Seed = Annotated[int | None, typer.Option(min=0, help="Of the model and of the o
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; without it, cuda where there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder for log and weights; without it, runs/TASK-date-time.")]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|PATH",
+        help="auto: from the newest good checkpoint in --run-dir, or begin when there is none. PATH: from that one.",
+    ),
+]
+CheckpointEvery = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="STEPS", help="Save the run every so many steps; without it, every ten minutes."),
+]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write curves for TensorBoard too.")]
 Check = Annotated[
     int | None,
@@ -66,6 +81,8 @@ def train(
     device: Device = None,
     threads: Threads = None,
     run_dir: RunDir = None,
+    resume: Resume = None,
+    checkpoint_every: CheckpointEvery = None,
     tensorboard: TensorBoard = False,
     check: Check = None,
     compare: Compare = False,
@@ -73,6 +90,10 @@ def train(
     """Train a task with its big batch inside a memory budget."""
     if check is not None and compare:
         raise typer.BadParameter("--check makes no run that --compare could compare; give one of them.")
+    if check is not None and (resume is not None or checkpoint_every is not None):
+        raise typer.BadParameter("--check keeps nothing; leave --resume and --checkpoint-every out.")
+    if resume == "auto" and run_dir is None:
+        raise typer.BadParameter("--resume auto needs --run-dir, the folder of the run that is to go on.")
     from bigbatch.cli import running  # loads torch
 
     wanted = running.Wanted(
@@ -93,5 +114,17 @@ def train(
     if check is not None:
         all_is_well = running.check(wanted, num_steps=check)
     else:
-        all_is_well = running.train(wanted, run_dir=run_dir, tensorboard=tensorboard, compare=compare)
+        place = running.Place(run_dir, resume, checkpoint_every)
+        with _exit_when_stopped():
+            all_is_well = running.train(wanted, place, tensorboard=tensorboard, compare=compare)
     raise typer.Exit(0 if all_is_well else 1)
+
+
+@contextmanager
+def _exit_when_stopped() -> Iterator[None]:
+    """Say that the run was stopped, and exit as a shell says it of a process that a signal ended: 143 or 130."""
+    try:
+        yield
+    except RunStopped as stopped:
+        print(f"bigbatch: {stopped} To go on, give --run-dir {stopped.path.parents[1]} --resume auto.", flush=True)
+        raise typer.Exit(128 + stopped.signal_number) from None

@@ -40,6 +40,7 @@ class PlainLines(Listener):
     def __init__(self, write: Callable[[str], None], *, seconds_between: float = _SECONDS_BETWEEN_LINES):
         self._write = write
         self._seconds_between = seconds_between
+        self._is_first = True
         self._began = self._last_line = time.monotonic()
 
     def began(self, info: RunInfo) -> None:
@@ -56,9 +57,10 @@ class PlainLines(Listener):
 
     def stepped(self, record: StepRecord) -> None:
         """Say how the batch is cut, once, and how the run goes, now and then."""
-        if record.step == 1:
+        is_first, self._is_first = self._is_first, False
+        if is_first:
             self._write(f"micro × accumulation × ranks: {identity(record.result.micro_batch_sizes)}")
-        if record.step in (1, record.total_steps) or self._is_due():
+        if is_first or record.step == record.total_steps or self._is_due():
             self._print(step_text(record))
 
     def epoch_ended(self, record: EpochRecord) -> None:
@@ -140,11 +142,12 @@ class LivePanel(Listener):
 
     def stepped(self, record: StepRecord) -> None:
         """Show the step."""
-        if record.step == 1:
+        is_first = self._shown is not None and self._shown.step is None
+        if is_first:
             line = identity(record.result.micro_batch_sizes)
             self._console.print(f"micro × accumulation × ranks: {line}", highlight=False, markup=False)
             self._show(micro=line)
-        self._show(now=record.step in (1, record.total_steps), step=record)
+        self._show(now=is_first or record.step == record.total_steps, step=record)
 
     def evaluating(self) -> None:
         """Show that the model is evaluated."""

@@ -35,9 +35,10 @@ def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1) -> str:
 def opening(info: RunInfo) -> str:
     """What a run is about to do, in one line."""
     budget = f", budget {format_bytes(info.budget_bytes)}" if info.budget_bytes else ""
+    after = f", goes on after step {info.first_step}" if info.first_step else ""
     return (
         f"{info.task}: {info.num_samples:,} samples, {info.num_parameters:,} parameters, batch {info.batch_size}, "
-        f"{info.num_epochs} epochs = {info.total_steps} steps on {info.device}{budget}"
+        f"{info.num_epochs} epochs = {info.total_steps} steps on {info.device}{budget}{after}"
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import signal
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,23 +28,29 @@ class LogicalBatches:
 
     >>> [(step, len(indices)) for step, indices in LogicalBatches(10, batch_size=4, epochs=2, seed=0)]
     [(0, 4), (1, 4), (2, 2), (3, 4), (4, 4), (5, 2)]
+
+    Args:
+        first_step: Begin with the batch of this step, from 0; the others are passed over without being loaded.
     """
 
-    def __init__(self, num_samples: int, *, batch_size: int, epochs: int, seed: int):
+    def __init__(self, num_samples: int, *, batch_size: int, epochs: int, seed: int, first_step: int = 0):
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.epochs = epochs
         self.seed = seed
+        self.first_step = first_step
 
     def __len__(self) -> int:
-        return total_steps(self.num_samples, self.batch_size, epochs=self.epochs)
+        return total_steps(self.num_samples, self.batch_size, epochs=self.epochs) - self.first_step
 
     def __iter__(self) -> Iterator[_Batch]:
-        step = 0
-        for epoch in range(self.epochs):
-            for indices in self._order(epoch).split(self.batch_size):
-                yield step, indices.tolist()
-                step += 1
+        steps_per_epoch = total_steps(self.num_samples, self.batch_size)
+        first_epoch, passed_over = divmod(self.first_step, steps_per_epoch)
+        for epoch in range(first_epoch, self.epochs):
+            batches = self._order(epoch).split(self.batch_size)
+            for i in range(passed_over, steps_per_epoch):
+                yield epoch * steps_per_epoch + i, batches[i].tolist()
+            passed_over = 0
 
     def _order(self, epoch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(_seed_of("order", self.seed, epoch))
@@ -54,7 +63,7 @@ def _seed_of(*names: str | int) -> int:
 
 
 class _SeededData:
-    """Samples of a batch, with torch's random numbers drawn from a seed of that batch.
+    """Samples of a batch, with random numbers of torch, Python and NumPy drawn from a seed of that batch.
 
     So augmentation in ``data[index]`` is the same whatever the model drew in between (which depends on the size of
     its micro-batches) and however many processes load the data.
@@ -66,24 +75,44 @@ class _SeededData:
 
     def __getitems__(self, batch: _Batch) -> Sequence[Any]:
         step, indices = batch
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_seed_of("samples", self.seed, step))
+        with _seeded(_seed_of("samples", self.seed, step)):
             if hasattr(self.data, "__getitems__"):
                 return self.data.__getitems__(indices)
             return [self.data[index] for index in indices]
 
 
-def train_loader(task: Task, data: Any) -> DataLoader[Any]:
-    """All logical batches of a run, in order. With ``collate`` each is a list of samples.
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw from that seed, and leave the generators as they were."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed)
+            yield
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+
+
+def train_loader(task: Task, data: Any, *, first_step: int = 0) -> DataLoader[Any]:
+    """All logical batches of a run from a step on, in order. With ``collate`` each is a list of samples.
 
     One loader for all epochs: its processes start once and go on loading while the model is evaluated.
     """
-    order = LogicalBatches(len(data), batch_size=task.batch_size, epochs=task.epochs, seed=task.seed)
+    order = LogicalBatches(
+        len(data), batch_size=task.batch_size, epochs=task.epochs, seed=task.seed, first_step=first_step
+    )
     return DataLoader(
         _SeededData(data, task.seed),  # pyright: ignore[reportArgumentType]
         batch_sampler=order,  # pyright: ignore[reportArgumentType]
         collate_fn=_as_it_is if task.collate is not None else None,
         num_workers=task.num_workers,
+        worker_init_fn=_leave_signals_to_the_run,
         # Without a generator of its own the loader draws from the one that the model draws from.
         generator=torch.Generator().manual_seed(task.seed),
     )
@@ -101,12 +130,22 @@ def eval_loader(task: Task, data: Any, batch_size: int) -> DataLoader[Any]:
         batch_size=batch_size,
         collate_fn=task.collate,
         num_workers=task.num_workers,
+        worker_init_fn=_leave_signals_to_the_run,
         generator=torch.Generator().manual_seed(task.seed),
     )
 
 
 def _as_it_is(samples: list[Any]) -> list[Any]:
     return samples
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """A terminal sends Ctrl-C to all processes, and others send SIGTERM so; the run still needs them for its step.
+
+    They end with the run in any case. A second SIGTERM ends them too: that is how a loader ends one that hangs.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def check_map_style(data: Any, name: str) -> None:

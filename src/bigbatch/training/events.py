@@ -35,6 +35,7 @@ class RunInfo:
         total_steps: Optimizer steps.
         seed: Of the task.
         budget_bytes: The memory budget, or None.
+        first_step: Steps that were made before, by a run that this one goes on from.
     """
 
     task: str
@@ -46,6 +47,7 @@ class RunInfo:
     total_steps: int
     seed: int
     budget_bytes: int | None = None
+    first_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Listener:
     """Hears of a run. Every method may be left out; they are called in the order in which they stand here."""
 
     def began(self, info: RunInfo) -> None:
-        """The parts are built; no step was made."""
+        """The parts are built; no step was made, or none since the checkpoint that the run goes on from."""
 
     def fitting(self, budget_bytes: int) -> None:
         """The micro-batch size is being looked for."""
@@ -179,6 +181,9 @@ class Listener:
 
     def epoch_ended(self, record: EpochRecord) -> None:
         """An epoch is done, and evaluated."""
+
+    def saving(self) -> None:
+        """The run is about to be saved; what is to be known of its steps should be on the disk before that."""
 
     def ended(self, result: RunResult) -> None:
         """The run is done."""

@@ -45,6 +45,10 @@ class _Blocks(Listener):
         self.write_epoch(dataclasses.asdict(record))
         self.flush()
 
+    def saving(self) -> None:
+        """A run that goes on from there will not make these steps again."""
+        self.read()
+
     def close(self) -> None:
         """Also when the run failed: the last steps are what one wants to see then."""
         self.read()
@@ -57,18 +61,31 @@ class _Blocks(Listener):
 
 
 class JsonLog(_Blocks):
-    """One JSON object a line: ``{"event": "step", "step": 1, "loss": 2.31, ...}``; also events run, plan and epoch.
+    """One JSON object a line: ``{"event": "step", "step": 1, "loss": 2.31, ...}``.
 
-    Lines are on the disk at most a second after what they tell, and at the end of each epoch.
+    The other events are run, resume, plan and epoch. Lines are on the disk at most a second after what they tell, at
+    the end of each epoch and before each checkpoint.
+
+    Args:
+        path: The file.
+        first_step: Go on with the log of a run after this step: lines about later ones are taken out, because those
+            steps will be made again. 0: begin a new file.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, first_step: int = 0):
         super().__init__()
-        self._file = path.open("w", encoding="utf-8")
+        if first_step and path.exists():
+            _cut_after(path, first_step)
+        self._file = path.open("a" if first_step else "w", encoding="utf-8")
 
     def began(self, info: RunInfo) -> None:
-        """Write the line ``run``."""
-        self._line("run", dataclasses.asdict(info))
+        """Write the line ``run``, or ``resume`` when it goes on."""
+        self._line("resume" if info.first_step else "run", dataclasses.asdict(info))
+
+    def saving(self) -> None:
+        """Bring all lines to the disk."""
+        super().saving()
+        os.fsync(self._file.fileno())
 
     def fitted(self, plan: Plan) -> None:
         """Write the line ``plan``."""
@@ -95,14 +112,31 @@ class JsonLog(_Blocks):
         self._file.write(json.dumps({"event": event, **values}) + "\n")
 
 
+def _cut_after(path: Path, step: int) -> None:
+    """Leave the lines about steps up to this one; the last line may be half of one."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if values.get("step", 0) <= step and values.get("first_step", 0) < step:
+            kept.append(f"{line}\n")
+    _written(path, lambda unfinished: unfinished.write_text("".join(kept), encoding="utf-8"))
+
+
 class TensorBoardLog(_Blocks):
     """Loss, gradient norm, learning rate and speed by step, and the results of the evaluation.
+
+    Args:
+        directory: Of the curves.
+        first_step: Later steps that are there already are not shown.
 
     Raises:
         MissingExtraError: TensorBoard is not installed.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, *, first_step: int = 0):
         super().__init__()
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -111,7 +145,7 @@ class TensorBoardLog(_Blocks):
                 "The log for TensorBoard needs the package tensorboard, which is not installed: "
                 'pip install "bigbatch[log]".'
             ) from error
-        self._writer = SummaryWriter(str(directory))
+        self._writer = SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else None)
 
     def write_step(self, step: dict[str, Any]) -> None:
         """Write the numbers of a step."""
@@ -134,16 +168,24 @@ class TensorBoardLog(_Blocks):
         self._writer.close()
 
 
-def make_run_dir(run_dir: str | Path | None, name: str) -> Path:
+def make_run_dir(run_dir: str | Path | None, name: str, *, goes_on: bool = False) -> Path:
     """The folder of a run: the given one, or a new one in ``runs`` with the task and the time in its name.
+
+    Args:
+        run_dir: The given one, or None.
+        name: Of the task.
+        goes_on: The given one may hold the files of a run already: those of this one.
 
     Raises:
         TaskError: The given one holds the files of a run already, or cannot be made.
     """
     if run_dir is not None:
         path = Path(run_dir)
-        if (path / "log.jsonl").exists():
-            raise TaskError(f"{path} holds the files of another run. Give another --run-dir, or remove that folder.")
+        if (path / "log.jsonl").exists() and not goes_on:
+            raise TaskError(
+                f"{path} holds the files of another run. Give another --run-dir, remove that folder, or go on with "
+                f"that run: --resume auto."
+            )
         return _made(path, exist_ok=True)
     first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1

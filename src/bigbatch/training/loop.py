@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
-from bigbatch.training.data import eval_loader, train_loader
+from bigbatch.training.data import eval_loader, first_batch, train_loader
 from bigbatch.training.evaluating import evaluate
-from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord, weaker
+from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
+from bigbatch.training.progress import Progress
+from bigbatch.training.saving import Saver
 from bigbatch.training.task import Task
-from bigbatch.values import Exactness, StepResult
+from bigbatch.values import StepResult
 
 
 class Run:
@@ -37,6 +40,7 @@ class Run:
         parts: What was built from it; ``parts.model`` is the trained model.
         step: The ``Step``.
         info: What it is about to do.
+        progress: How far it has come.
         listeners: As given, and added.
         peak_bytes: Counted peak of a real steady step, as soon as there was one.
         peak_step: That step.
@@ -69,21 +73,29 @@ class Run:
         )
         self.step.on_micro_batch = lambda number, count: self._tell("micro_batch", number, count)
         self.info = _info_of(task, self.parts, self.step, self.device)
+        self.progress = Progress()
         self._clock = _Clock()
 
-    def train(self) -> RunResult:
-        """Run all epochs.
+    def train(self, saver: Saver | None = None) -> RunResult:
+        """Run all epochs, or those that are left.
+
+        Args:
+            saver: Saves the run between steps, and when it is told to stop.
 
         Raises:
             BigBatchError: A step, the evaluation or the search for a micro-batch size failed.
+            CheckpointError: The run cannot be saved.
+            RunStopped: A signal told it to stop; it is saved.
         """
         try:
-            epochs, tally = [], _Tally()
-            for record in self.steps():
-                tally.add(record)
-                if record.step % self._steps_per_epoch == 0:
-                    epochs.append(self._end_epoch(record, tally))
-            result = self._result(epochs, tally)
+            with saver.at_work(self) if saver is not None else nullcontext():
+                for record in self.steps():
+                    self.progress.add(record)
+                    if record.step % self._steps_per_epoch == 0:
+                        self.progress.epochs.append(self._end_epoch(record))
+                    if saver is not None:
+                        saver.after_step(self)
+            result = self._result()
             self._tell("ended", result)
             return result
         finally:
@@ -91,15 +103,23 @@ class Run:
                 listener.close()
 
     def steps(self, limit: int | None = None) -> Iterator[StepRecord]:
-        """Make the optimizer steps of the run, or the first ``limit`` of them, one for each record."""
+        """Make the optimizer steps that are left, or the first ``limit`` of them, one for each record."""
         self._tell("began", self.info)
-        self._clock.start()
-        for index, batch in enumerate(islice(train_loader(self.task, self.parts.train_data), limit)):
-            if index == 0 and self.step.budget_bytes is not None:
-                self._fit(batch)
+        self._clock.start(self.progress.seconds, self.progress.num_samples)
+        first = self.progress.num_steps
+        loader = train_loader(self.task, self.parts.train_data, first_step=first)
+        for index, batch in enumerate(islice(loader, limit), first):
+            if index == first and self.step.budget_bytes is not None and self.step.plan is None:
+                # A run that goes on may begin with the rest of an epoch, which says nothing about a full batch.
+                self._fit(batch if index == 0 else first_batch(self.task, self.parts.train_data))
             record = self._make_step(index, batch)
             self._tell("stepped", record)
             yield record
+
+    def bring_up_to_date(self) -> None:
+        """Before the run is saved: note the time, and let everyone write what waits."""
+        self.progress.seconds = self._clock.seconds
+        self._tell("saving")
 
     def evaluate(self) -> dict[str, float]:
         """Results of the evaluation; empty when the task has none."""
@@ -159,32 +179,33 @@ class Run:
         num_samples, batch_size = len(self.parts.train_data), self.task.batch_size
         return min(batch_size, num_samples - index % self._steps_per_epoch * batch_size)
 
-    def _end_epoch(self, last: StepRecord, tally: _Tally) -> EpochRecord:
+    def _end_epoch(self, last: StepRecord) -> EpochRecord:
         seconds = self._clock.lap()
         is_due = last.epoch % self.task.evaluate_every == 0 or last.epoch == self.task.epochs
         metrics = self.evaluate() if is_due else {}
-        record = EpochRecord(last.epoch, last.step, tally.end_epoch(), metrics, seconds, self._clock.lap())
+        record = EpochRecord(last.epoch, last.step, self.progress.end_epoch(), metrics, seconds, self._clock.lap())
         self._tell("epoch_ended", record)
         return record
 
-    def _result(self, epochs: list[EpochRecord], tally: _Tally) -> RunResult:
+    def _result(self) -> RunResult:
+        progress = self.progress
         return RunResult(
             task=self.task.name,
             device=str(self.device),
             batch_size=self.info.batch_size,
-            micro_batch_sizes=tally.first.micro_batch_sizes,
-            num_steps=tally.num_steps,
-            num_skipped=tally.num_skipped,
-            exactness=tally.exactness,
-            loss=epochs[-1].loss,
-            metrics=epochs[-1].metrics,
+            micro_batch_sizes=progress.micro_batch_sizes,
+            num_steps=progress.num_steps,
+            num_skipped=progress.num_skipped,
+            exactness=progress.exactness,
+            loss=progress.epochs[-1].loss,
+            metrics=progress.epochs[-1].metrics,
             budget_bytes=self.step.budget_bytes,
             peak_bytes=self.peak_bytes,
             peak_step=self.peak_step,
             seconds=self._clock.seconds,
             fit_seconds=self._clock.fit_seconds,
             samples_per_second=self._clock.samples_per_second,
-            epochs=tuple(epochs),
+            epochs=tuple(progress.epochs),
         )
 
 
@@ -207,16 +228,18 @@ class _Clock:
     """Times of a run: since its first batch, and since the last lap. Choosing the micro-batch size does not count."""
 
     fit_seconds: float = 0.0
+    _before: float = 0.0
     _began: float = 0.0
     _lap: float = 0.0
     _num_samples: int = 0
 
-    def start(self) -> None:
+    def start(self, seconds_before: float, num_samples: int) -> None:
+        self._before, self._num_samples = seconds_before, num_samples
         self._began = self._lap = time.perf_counter()
 
     def fitted(self) -> None:
-        self.fit_seconds = self.seconds
-        self.start()
+        self.fit_seconds = self.seconds - self._before
+        self.start(self._before, self._num_samples)
 
     def stepped(self, num_samples: int) -> None:
         self._num_samples += num_samples
@@ -227,35 +250,8 @@ class _Clock:
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._began
+        return self._before + time.perf_counter() - self._began
 
     @property
     def samples_per_second(self) -> float:
         return self._num_samples / self.seconds
-
-
-@dataclass
-class _Tally:
-    """What is kept of the steps: the first result, what holds for all of them, and the losses of this epoch."""
-
-    num_steps: int = 0
-    num_skipped: int = 0
-    first: StepResult = field(init=False)
-    exactness: Exactness = "exact"
-    _of_epoch: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def add(self, record: StepRecord) -> None:
-        result = record.result
-        if self.num_steps == 0:
-            self.first = result
-        self.exactness = weaker(self.exactness, result.exactness)
-        self.num_steps += 1
-        self.num_skipped += bool(result.skipped)
-        if not result.skipped:
-            self._of_epoch.append((result.loss, result.weight))
-
-    def end_epoch(self) -> float | None:
-        """The mean loss of the epoch. This reads the tensors, once an epoch."""
-        pairs, self._of_epoch = [(float(loss), float(weight)) for loss, weight in self._of_epoch], []
-        total = sum(weight for _, weight in pairs)
-        return sum(loss * weight for loss, weight in pairs) / total if total else None

@@ -1,0 +1,205 @@
+"""What a run is saved with, and how another one goes on from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from bigbatch.errors import CheckpointError, OptionError
+from bigbatch.training import randomness, weights
+from bigbatch.training.checkpoint import Found, Part
+from bigbatch.training.progress import Progress
+
+if TYPE_CHECKING:
+    from bigbatch.training.loop import Run
+
+_log = logging.getLogger("bigbatch")
+
+_MODEL = "model.safetensors"
+_EMA = "ema.safetensors"
+_STATE = "state.pt"
+
+
+def about(run: Run) -> dict[str, Any]:
+    """What must be the same in a run that goes on: by the words in which a person would say it."""
+    facts = {
+        "task": run.task.name,
+        "seed": run.task.seed,
+        "batch size": run.task.batch_size,
+        "samples": len(run.parts.train_data),
+        "optimizers": [type(optimizer).__name__ for optimizer in run.step.optimizers],
+        "schedulers": [type(scheduler).__name__ for scheduler in run.step.schedulers],
+        "ema": None if run.parts.options.ema is None else type(run.parts.options.ema).__name__,
+    }
+    # More epochs are more of the same, unless the learning rate was planned for so many.
+    return facts | ({"epochs": run.task.epochs} if run.step.schedulers else {})
+
+
+def check_can_be_saved(run: Run) -> None:
+    """Say before the training, and not after hours, that its state could not be saved or read back.
+
+    Raises:
+        CheckpointError: Something has no ``state_dict``, or keeps in it what a safe reader of pickles refuses.
+    """
+    for name, found in (*_named("scheduler", run.step.schedulers), *_named("ema", [run.parts.options.ema])):
+        if found is not None and not (hasattr(found, "state_dict") and hasattr(found, "load_state_dict")):
+            raise CheckpointError(
+                f"The run cannot be saved: its {name}, a {type(found).__name__}, has no state_dict and "
+                f"load_state_dict. Give it both."
+            )
+    file = io.BytesIO()
+    try:
+        torch.save(_state_of(run), file)
+        torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"The run cannot be saved: {error}\nA checkpoint holds tensors and plain values. If an object of your own "
+            f"is in the state of the scheduler, the optimizer, the model or the ema, write in the file of the task "
+            f"torch.serialization.add_safe_globals([ItsClass])."
+        ) from error
+
+
+def _named(name: str, found: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, one) for one in found)
+
+
+def parts_of(run: Run) -> dict[str, Part]:
+    """The files of a checkpoint of that run, as it is now."""
+    model, _ = weights.split(run.parts.model.state_dict())
+    state = _state_of(run)
+    parts = {_MODEL: _weights_part(model)}
+    ema = _ema_state(run)
+    if ema is not None:
+        parts[_EMA] = _weights_part(weights.split(ema)[0])
+    return parts | {_STATE: Part(lambda path: _save(state, path), _num_bytes(state))}
+
+
+def _weights_part(tensors: Mapping[str, torch.Tensor]) -> Part:
+    return Part(lambda path: weights.write(tensors, path), weights.num_bytes(tensors))
+
+
+def _ema_state(run: Run) -> dict[str, Any] | None:
+    """State of an averaged model; other averages go with the state of the step."""
+    return run.parts.options.ema.state_dict() if isinstance(run.parts.options.ema, nn.Module) else None
+
+
+def _state_of(run: Run) -> dict[str, Any]:
+    """All but the weights. The position is the number of steps: the order of the data follows from it and the seed."""
+    step = run.step.state_dict()
+    ema = _ema_state(run)
+    if ema is not None:
+        step["ema"] = weights.split(ema)[1]
+    return {
+        "model": weights.split(run.parts.model.state_dict())[1],
+        "optimizers": [optimizer.state_dict() for optimizer in run.step.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in run.step.schedulers],
+        "step": step,
+        "progress": run.progress.state_dict(),
+        "random": randomness.state(run.device),
+        "peak": (run.peak_bytes, run.peak_step),
+        "budget_bytes": run.step.budget_bytes,
+        "wanted_micro_batch_size": run.step.wanted_micro_batch_size,
+    }
+
+
+def _save(state: Any, path: Path) -> None:
+    # Into a file of ours: torch leaves its own open when the disk is full.
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_num_bytes, value.values()))
+    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def resume(run: Run, found: Found) -> None:
+    """Bring a run that has not begun to where the checkpoint was made.
+
+    All of it is read and compared with the run before anything in the run changes. With the memory budget and the
+    micro-batch size of the saved run, the cut is that of the saved run; otherwise it is chosen anew.
+
+    Raises:
+        CheckpointError: The checkpoint is of another run; the message says what differs.
+    """
+    _check_same("it is of another run", found, dict(found.about), about(run))
+    model = weights.read(found.path / _MODEL)
+    state = torch.load(found.path / _STATE, map_location="cpu", weights_only=True)
+    model |= state["model"]
+    _check_same("the model is another one", found, _shapes(model), _shapes(run.parts.model.state_dict()))
+    ema = _ema_state(run)
+    if ema is not None:
+        state["step"]["ema"] |= weights.read(found.path / _EMA)
+        _check_same("the ema is another one", found, _shapes(state["step"]["ema"]), _shapes(ema))
+    groups = [[len(group["params"]) for group in one["param_groups"]] for one in state["optimizers"]]
+    now = [[len(group["params"]) for group in one.param_groups] for one in run.step.optimizers]
+    _check_same("the optimizers are others", found, {"parameters in groups": groups}, {"parameters in groups": now})
+    _load(run, found, model, state)
+
+
+def _load(run: Run, found: Found, model: dict[str, Any], state: dict[str, Any]) -> None:
+    try:
+        run.step.load_state_dict(state["step"])  # first, because it checks before it loads
+    except OptionError as error:
+        raise CheckpointError(f"The run cannot go on from {found.path}: {error}", path=found.path) from error
+    _choose_cut(run, state)
+    run.parts.model.load_state_dict(model)
+    for optimizer, saved in zip(run.step.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(run.step.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    run.progress = Progress.of(state["progress"])
+    run.info = dataclasses.replace(run.info, first_step=run.progress.num_steps)
+    # Last: what draws random numbers while it is loaded leaves no trace.
+    randomness.restore(state["random"], run.device)
+
+
+def _choose_cut(run: Run, state: dict[str, Any]) -> None:
+    step = run.step
+    same = (state["budget_bytes"], state["wanted_micro_batch_size"]) == (
+        step.budget_bytes,
+        step.wanted_micro_batch_size,
+    )
+    if same:
+        run.peak_bytes, run.peak_step = state["peak"]
+        return
+    # Of another budget. With a new one the size is measured at the first batch; with none, what fitted still fits.
+    step.plan = None
+    if step.budget_bytes is not None or step.wanted_micro_batch_size is not None:
+        step.micro_batch_size = step.wanted_micro_batch_size
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+        for name, value in state.items()
+    }
+
+
+def _check_same(what: str, found: Found, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    names = [name for name in {**now, **saved} if saved.get(name, _NONE) != now.get(name, _NONE)]
+    if not names:
+        return
+    differences = [f"{name} {saved.get(name, _NONE)} there and {now.get(name, _NONE)} here" for name in names[:4]]
+    more = f", and {len(names) - 4} more" if len(names) > 4 else ""
+    raise CheckpointError(
+        f"The run cannot go on from {found.path}: {what}: {', '.join(differences)}{more}. Give what it was made with, "
+        f"or begin a new run with another --run-dir.",
+        path=found.path,
+        why=what,
+    )
+
+
+_NONE = "none"
