@@ -6,6 +6,8 @@ Each error is ours (``BigBatchError``) and also the builtin that people already 
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -124,3 +126,11 @@ class MissingExtraError(BigBatchError, ImportError):
 
 class BigBatchWarning(UserWarning):
     """Something the user set has no effect, or is likely not what was meant."""
+
+
+def warn(message: str) -> None:
+    """Warn with ``BigBatchWarning`` at the line that called us from outside, however deep the cause lies."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("bigbatch."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, BigBatchWarning, stacklevel=level)

@@ -86,13 +86,13 @@ def test_what_the_command_line_says_goes_before_the_task(train, tmp_path):
 
 
 def test_a_budget_is_kept(train, tmp_path):
-    code, out, _ = train("wide", "--memory-budget", "80kB", "--run-dir", "here")
+    code, out, _ = train("wide", "--memory-budget", "108kB", "--run-dir", "here")
 
     assert code == 0
     assert re.search(r"micro-batches of \d+ fit, measured peak [\d.]+ KiB", out)
-    assert "inside the budget of 78.12 KiB" in out
+    assert "inside the budget of 105.47 KiB" in out
     result = json.loads((tmp_path / "here/result.json").read_text())
-    assert result["peak_bytes"] <= 80_000
+    assert result["peak_bytes"] <= 108_000
     assert max(result["micro_batch_sizes"]) < 16
 
 

@@ -154,8 +154,8 @@ def _labels(value: Any, path: str) -> dict[str, Any]:
 
 
 def has_ignored_labels(micro_batch: Any) -> bool:
-    """Whether the micro-batch has one tensor of labels on the host and some of them are -100."""
-    found = list(_labels(micro_batch, "").values())
-    if len(found) != 1 or not isinstance(found[0], torch.Tensor) or found[0].device.type != "cpu":
-        return False
-    return not found[0].is_floating_point() and bool((found[0] == IGNORED).any())
+    """Whether a tensor of whole numbers on the host holds -100, whatever it is called."""
+    if not isinstance(micro_batch, torch.Tensor):
+        return any(has_ignored_labels(inner) for _, inner in children(micro_batch) or ())
+    whole = not micro_batch.is_floating_point() and not micro_batch.is_complex()
+    return whole and micro_batch.device.type == "cpu" and bool((micro_batch == IGNORED).any())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cached_property
@@ -17,7 +16,7 @@ from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, p
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.structure import is_array, mapped
 from bigbatch.batch.weighing import Weigher, has_ignored_labels
-from bigbatch.errors import BatchError, BigBatchWarning, LossError
+from bigbatch.errors import BatchError, LossError, warn
 from bigbatch.stepping import batchnorm
 from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
 from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
@@ -330,12 +329,13 @@ def _check_something_counts(pieces: Pieces) -> None:
 
 def _warn_of_ignored_labels(pieces: Pieces) -> None:
     if isinstance(pieces.pieces, list) and any(has_ignored_labels(piece.micro_batch) for piece in pieces.pieces):
-        warnings.warn(
-            "The labels hold -100, which a mean over tokens leaves out, but the micro-batches were weighed by samples. "
-            'Write weight="tokens", or weight="next_tokens" for a model that shifts the labels inside; '
-            'weight="samples" if the loss is a mean over samples after all.',
-            BigBatchWarning,
-            stacklevel=5,
+        warn(
+            "Labels hold -100, which a mean over tokens leaves out, but the micro-batches were weighed by samples. "
+            "Write "
+            'weight="tokens", or weight="next_tokens" for a model that shifts the labels inside (for a leaf that is '
+            'named "labels"; a function otherwise: weight=lambda batch: (batch[1] != -100).sum()); weight="samples" '
+            "if the loss "
+            "is a mean over samples after all."
         )
 
 
