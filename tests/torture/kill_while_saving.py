@@ -27,7 +27,9 @@ _OUTCOMES = ("the last one", "the one being written", "further back", "mixed", "
 
 def save(run: Run, folder: Path, step: int) -> None:
     mark(run, step)
-    Checkpoints(folder).save(step, resuming.parts_of(run), about=resuming.about(run))
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(step, resuming.parts_of(run), about=resuming.about(run))
+    checkpoints.close()
 
 
 def outcome(folder: Path, done: int) -> str:
@@ -65,7 +67,8 @@ def kills(run: Run, folder: Path, count: int, generator: random.Random) -> Count
                 checkpoints.save(number, resuming.parts_of(run), about=resuming.about(run))
                 tell(number)
 
-        _, told = Child(work).kill_after(generator.uniform(0, 3 * seconds))
+        code, told = Child(work).kill_after(generator.uniform(0, 3 * seconds))
+        assert code is None, "The child ended before it was killed."
         done = max([step, *told])
         outcomes[outcome(folder, done)] += 1
         outcomes["within a save"] += any(folder.glob(".unfinished-*"))
@@ -95,7 +98,8 @@ def plain_kills(run: Run, path: Path, count: int, generator: random.Random) -> C
                 write(number)
                 tell(number)
 
-        _, told = Child(work).kill_after(generator.uniform(0, 3 * seconds))
+        code, told = Child(work).kill_after(generator.uniform(0, 3 * seconds))
+        assert code is None, "The child ended before it was killed."
         done = max([step, *told])
         try:
             state = torch.load(path, weights_only=True)
@@ -128,7 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'kills within a save':<24} {ours['within a save']:>12}")
     print(f"{'kills':<24} {wanted.kills:>12}  {wanted.control_kills:>22}")
     good = ours["the last one"] + ours["the one being written"]
-    return 0 if good == wanted.kills else 1
+    # Kills that hit nothing would show nothing.
+    return 0 if good == wanted.kills and ours["within a save"] > wanted.kills / 4 else 1
 
 
 if __name__ == "__main__":
