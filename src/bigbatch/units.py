@@ -1,4 +1,4 @@
-"""Bytes and seconds: text where a person writes or reads them, numbers everywhere else."""
+"""Bytes, seconds and lists: text where a person writes or reads them, values everywhere else."""
 
 from __future__ import annotations
 
@@ -70,3 +70,13 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_names(names: list[str], most: int = 3) -> str:
+    """Some names for a person, and how many more there are.
+
+    >>> format_names(["a", "b"]), format_names(["a", "b", "c", "d"], most=2)
+    ("['a', 'b']", "['a', 'b'] and 2 more")
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{names[:most]}{more}"

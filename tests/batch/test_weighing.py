@@ -147,8 +147,8 @@ def test_a_bad_weight_names_its_term():
         (5, "weight is 5; it is"),
         (["samples"], r"weight is \['samples'\]; it is"),
         ({}, r"weight=\{\} names no term; give a weight for each"),
-        ({"a": "rows"}, "weight of the term 'a' is 'rows'"),
-        ({"a": {"b": "samples"}}, "weight of the term 'a' is {'b'"),
+        ({"a": "rows"}, "weight for the term 'a' is 'rows'"),
+        ({"a": {"b": "samples"}}, "weight for the term 'a' is {'b'"),
     ],
 )
 def test_a_weight_that_there_is_not_is_refused(weight, message):

@@ -1,6 +1,6 @@
 """Let each allocation of a step fail in turn, and see whether the step is then what it would have been.
 
-    python -m tests.torture.allocation_failures [--double] [--first] [--rest] [--peer] [--quick]
+    python -m tests.torture.allocation_failures [--double] [--first] [--rest] [--accumulate] [--peer] [--quick]
 
 A shim in C (``fail_allocation.c``) makes chosen calls of the allocator fail. For each point there is a run of three
 steps on copies of the same network: one undisturbed, one under attack, one undisturbed. What is there after the second
@@ -80,13 +80,17 @@ class Shim:
         return self._library.failures_failed()
 
 
-def our_step(world: World) -> Callable[[Any, int | None], tuple[int, ...]]:
-    """A step of this world, as a function of batch and micro-batch size (None: as it is), that returns the sizes."""
+# A step as a function of batch and micro-batch size (None: as it is), which returns the sizes that were run.
+StepOf = Callable[[Any, int | None], tuple[int, ...]]
+
+
+def our_step(world: World, micro_batch_size: int) -> StepOf:
+    """That of ``bb.Step``."""
     step = bb.Step(
         world.model,
         world.case.net.loss_fn,
         world.optimizer,
-        micro_batch_size=MICRO_BATCH_SIZE,
+        micro_batch_size=micro_batch_size,
         max_grad_norm=1.0,
         scheduler=world.scheduler,
         ema=world.ema,
@@ -107,9 +111,26 @@ def our_step(world: World) -> Callable[[Any, int | None], tuple[int, ...]]:
     return run
 
 
-def peers_step(world: World) -> Callable[[Any, int | None], tuple[int, ...]]:
+def accumulation(world: World, micro_batch_size: int) -> StepOf:
+    """``bb.accumulate`` alone: gradients are added to what is there, and a failure leaves that as it was."""
+
+    def run(batch: Any, size: int | None) -> tuple[int, ...]:
+        result = bb.accumulate(
+            world.model,
+            world.case.net.loss_fn,
+            batch,
+            micro_batch_size=size or micro_batch_size,
+            precision=world.scaler or "fp32",
+        )
+        world.result = float(result.loss)
+        return result.micro_batch_sizes
+
+    return run
+
+
+def peers_step(world: World, micro_batch_size: int) -> StepOf:
     """What a well-known trainer does: zero the gradients, halve the micro-batches, run the batch again."""
-    now = [MICRO_BATCH_SIZE]
+    now = [micro_batch_size]
 
     def run(batch: Any, size: int | None) -> tuple[int, ...]:
         now[0] = size or now[0]
@@ -161,21 +182,24 @@ class Attack:
     Args:
         shim: Makes allocations fail.
         case: Whose steps.
-        make_step: ``our_step`` or ``peers_step``.
+        make_step: ``our_step``, ``accumulation`` or ``peers_step``.
         at_first: The attacked step is the first one, and not the second.
+        micro_batch_size: Before anything fails.
     """
 
     shim: Shim
     case: Case
-    make_step: Callable[[World], Callable[[Any, int | None], tuple[int, ...]]] = our_step
+    make_step: Callable[[World, int], StepOf] = our_step
     at_first: bool = False
+    micro_batch_size: int = MICRO_BATCH_SIZE
 
     def __post_init__(self) -> None:
+        self.usual_sizes: tuple[int, ...] = ()
         self._expected: dict[Any, list[dict[str, Any]]] = {}
 
-    def _begin(self) -> tuple[World, Callable[[Any, int | None], tuple[int, ...]]]:
+    def _begin(self) -> tuple[World, StepOf]:
         world = World(self.case)
-        step = self.make_step(world)
+        step = self.make_step(world, self.micro_batch_size)
         if not self.at_first:
             step(self.case.batches[0], None)
         return world, step
@@ -185,7 +209,7 @@ class Attack:
         _, step = self._begin()
         self.shim.arm(Failure())
         try:
-            step(self.case.batches[1], None)
+            self.usual_sizes = step(self.case.batches[1], None)
         finally:
             self.shim.disarm()
         return self.shim.count
@@ -232,13 +256,7 @@ class Attack:
                 return "wrong", f"after {when}: {more}; sizes {sizes} {last}; {stopped}"
         if stopped:
             return "clean stop", stopped
-        return ("same size" if sizes == self.expected_sizes else "smaller"), ""
-
-    @property
-    def expected_sizes(self) -> tuple[int, ...]:
-        """Of an undisturbed step."""
-        num_samples = len(self.case.batches[1]["y"])
-        return (MICRO_BATCH_SIZE,) * (num_samples // MICRO_BATCH_SIZE)
+        return ("same size" if sizes == self.usual_sizes else "smaller"), ""
 
 
 def points(wanted: argparse.Namespace, attack: Attack) -> Iterator[Failure]:
@@ -262,8 +280,9 @@ def attack_all(wanted: argparse.Namespace, shim: Shim) -> list[dict[str, Any]]:
     rows = []
     for net_name in wanted.nets:
         for optimizer_name in wanted.optimizers:
-            make_step = peers_step if wanted.peer else our_step
-            attack = Attack(shim, Case(net_name, optimizer_name), make_step, wanted.first)
+            make_step = peers_step if wanted.peer else accumulation if wanted.accumulate else our_step
+            case = Case(net_name, optimizer_name)
+            attack = Attack(shim, case, make_step, wanted.first, wanted.micro_batch_size)
             counts, examples, started = Counter(), [], time.perf_counter()
             for failure in points(wanted, attack):
                 kind, why = attack.run(failure)
@@ -325,6 +344,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--double", nargs="?", const=80, default=0, type=int, help="pairs of failures a case")
     parser.add_argument("--first", action="store_true", help="attack the first step, where optimizer state is made")
     parser.add_argument("--rest", action="store_true", help="from each point on, all allocations of the step fail")
+    parser.add_argument("--accumulate", action="store_true", help="attack bb.accumulate, and not bb.Step")
+    parser.add_argument("--micro-batch-size", type=int, default=MICRO_BATCH_SIZE, help="of 12 samples")
     parser.add_argument("--peer", action="store_true", help="attack: zero the gradients, halve, run again")
     parser.add_argument("--quick", action="store_true", help="every 10th point, or a tenth of the pairs")
     parser.add_argument("--every", type=int, default=1, help="every so many points")

@@ -160,10 +160,10 @@ class Net:
 
 NETS = {
     "mlp": Net(mlp, class_loss, inputs(6), ema=True),
-    "batchnorm": Net(ConvNet, class_loss, inputs(1, 8, 8), ema=True),
+    "batchnorm": Net(ConvNet, class_loss, inputs(1, 8, 8)),
     "transformer": Net(Transformer, token_loss, tokens),
     "lora": Net(low_rank, two_losses, inputs(6)),
-    "lstm": Net(Recurrent, class_loss, inputs(5, 3)),
+    "lstm": Net(Recurrent, class_loss, inputs(5, 3), ema=True),
     "scaled": Net(mlp, class_loss, inputs(6), scaled=True),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -221,7 +221,8 @@ class World:
         """Everything that a step may move, by name; tensors are copies."""
         found: dict[str, Any] = {"rng": torch.get_rng_state(), "num_steps": self.num_steps, "loss": self.result}
         found |= {f"parameter {name}": p.detach().clone() for name, p in self.model.named_parameters()}
-        found |= {f"gradient {name}": p.grad for name, p in self.model.named_parameters()}
+        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        found |= {f"gradient {name}": None if g is None else g.clone() for name, g in gradients.items()}
         found |= {f"grad_dtype {name}": p.grad_dtype for name, p in self.model.named_parameters()}
         found |= {f"buffer {name}": b.clone() for name, b in self.model.named_buffers()}
         for part in ("optimizer", "scheduler", "ema", "scaler"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bigbatch.batch.cutting import lay_out, micro_batch_sizes, spans
-from bigbatch.batch.weighing import Weigher, Weights, checked_weight
+from bigbatch.batch.weighing import Weigher, Weights, checked_weight, for_term
 from bigbatch.errors import ArgumentError, BatchError, LossError
 from bigbatch.values import StepOptions
 
@@ -197,9 +197,8 @@ def check_adds_up(weights: Sequence[Weights], totals: Weights | None) -> None:
     for term, total in (totals or {}).items():
         added = sum(weight[term] for weight in weights)
         if abs(added - total) > 1e-6 * abs(total):
-            of_term = f" for the term {term!r}" if term is not None else ""
             raise LossError(
-                f"The weights of the micro-batches add up to {added:g}{of_term}, but that of the whole batch is "
+                f"The weights of the micro-batches add up to {added:g}{for_term(term)}, but that of the whole batch is "
                 f"{total:g}. A weight is what the mean is over; it must add up: weight(a) + weight(b) == weight(both)."
             )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bigbatch.batch.logical import Piece
-from bigbatch.batch.structure import mapped
+from bigbatch.batch.structure import leaves, mapped
 
 
 def on_device(pieces: Iterable[Piece], device: torch.device | None) -> Iterator[Piece]:
@@ -67,10 +67,6 @@ class _Mover:
             return
         computing = torch.cuda.current_stream(self.device)
         computing.wait_stream(self.stream)
-        mapped(lambda value: _hold(value, computing), micro_batch)
-
-
-def _hold(value: Any, stream: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_cuda:
-        value.record_stream(stream)
-    return value
+        for value in leaves(micro_batch):
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                value.record_stream(computing)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import sys
 from collections import UserDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,15 @@ def _rebuilt_mapping(value: Mapping[Any, Any], contents: Sequence[Any]) -> Any:
         new.update(items)
         return new
     return type(value)(**items) if dataclasses.is_dataclass(value) else type(value)(items)  # pyright: ignore
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in it that is no container."""
+    inside = children(value)
+    if inside is None:
+        yield value
+    for _, inner in inside or ():
+        yield from leaves(inner)
 
 
 def mapped(function: Any, value: Any) -> Any:

@@ -64,10 +64,9 @@ def _weigh(term: str | None, spec: Any) -> _Weigh:
         return lambda micro_batch, num_samples: (_next_labels_of(micro_batch) != IGNORED).sum()
     if callable(spec):
         return lambda micro_batch, num_samples: spec(micro_batch)
-    of_term = f" of the term {term!r}" if term is not None else ""
     raise OptionError(
-        f'weight{of_term} is {spec!r}; it is "samples", "tokens", "next_tokens", a function weight(micro_batch), or a '
-        f"dict with one of these for each term of the loss."
+        f'weight{for_term(term)} is {spec!r}; it is "samples", "tokens", "next_tokens", a function weight(micro_batch) '
+        f"or a dict with one of these for each term of the loss."
     )
 
 
@@ -85,8 +84,12 @@ def _on_host(rows: list[list[Any]]) -> list[list[Any]]:
 
 
 def _checked(number: Any, term: str | None) -> float:
-    of_term = f" for the term {term!r}" if term is not None else ""
-    return checked_weight(number, f"weight returned {{}}{of_term}")
+    return checked_weight(number, f"weight returned {{}}{for_term(term)}")
+
+
+def for_term(term: str | None) -> str:
+    """Which weight it is, for a message; nothing when there is one for all terms."""
+    return "" if term is None else f" for the term {term!r}"
 
 
 def checked_weight(number: Any, found: str) -> float:

@@ -14,8 +14,8 @@ from torch import nn
 from bigbatch.batch.cutting import smallest_without_single
 from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_of
 from bigbatch.batch.moving import on_device
-from bigbatch.batch.structure import is_array, mapped
-from bigbatch.batch.weighing import Weigher, has_ignored_labels
+from bigbatch.batch.structure import is_array, leaves
+from bigbatch.batch.weighing import Weigher, for_term, has_ignored_labels
 from bigbatch.errors import BatchError, LossError, warn
 from bigbatch.stepping import batchnorm
 from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
@@ -320,10 +320,9 @@ _NOTHING_NEEDS_A_GRADIENT = (
 def _check_something_counts(pieces: Pieces) -> None:
     for term, total in (pieces.totals or {}).items():
         if total == 0:
-            of_term = f" of the term {term!r}" if term is not None else ""
             raise LossError(
-                f"The weight{of_term} is 0 over the whole batch: nothing in it counts (for example, every token is "
-                f"padding), so its mean loss is 0 / 0. Leave such a batch out."
+                f"The weight{for_term(term)} is 0 over the whole batch: nothing in it counts (for example, every token "
+                f"is padding), so its mean loss is 0 / 0. Leave such a batch out."
             )
 
 
@@ -362,6 +361,4 @@ def _device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 
 def _shape_of(piece: Piece) -> Any:
-    shapes: list[Any] = []
-    mapped(lambda value: shapes.append(tuple(value.shape) if is_array(value) else None), piece.micro_batch)
-    return tuple(shapes)
+    return tuple(tuple(value.shape) if is_array(value) else None for value in leaves(piece.micro_batch))

@@ -21,6 +21,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bigbatch.errors import OptionError
 from bigbatch.stepping.compiled import is_compiled, without_compiled_code
+from bigbatch.stepping.precision import at_least_float32
 from bigbatch.stepping.undo import Undo
 
 _TORCH_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
@@ -95,8 +96,9 @@ class _Layer:
         """After a call: merge what it left in the running statistics."""
         call, count = len(self.counts) - 1, self.counts[-1]
         momentum = self._momentum(1) or 1.0  # with 0 nothing was written, and nothing will be
-        mean = _widened(self.module.running_mean) / momentum
-        squares = _widened(self.module.running_var) / momentum * (count - 1 if self.pools_samples else count)
+        wide = at_least_float32(self.module.running_mean.dtype)
+        mean = self.module.running_mean.to(wide) / momentum
+        squares = self.module.running_var.to(wide) / momentum * (count - 1 if self.pools_samples else count)
         if call == len(self.merged):
             self.merged.append(_Merged(count, mean, squares))
         else:
@@ -247,7 +249,3 @@ def _values_per_channel(x: torch.Tensor) -> int:
 
 def _num_instances(module: Any, x: torch.Tensor) -> int:
     return 1 if x.dim() == module._get_no_batch_dim() else x.shape[0]
-
-
-def _widened(statistics: torch.Tensor) -> torch.Tensor:
-    return statistics.to(torch.promote_types(statistics.dtype, torch.float32))

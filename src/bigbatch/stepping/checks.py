@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.errors import ArgumentError, DistributedError, GradientError, OptionError
+from bigbatch.units import format_names
 
 _A_LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
@@ -30,10 +31,10 @@ def check_loss_fn(loss_fn: Any) -> None:
     inner = loss_fn
     while isinstance(inner, functools.partial):
         inner = inner.func
-    if name := _name_of_plain_loss(inner):
-        call = name.replace("the class ", "nn.") + "()" if name.startswith("the class") else name
+    if call := _call_of_plain_loss(inner):
+        what = f"the class {inner.__name__}" if isinstance(inner, type) else call
         raise ArgumentError(
-            f"loss_fn is {name}, which takes predictions and targets; it is a function of the model and a micro-batch. "
+            f"loss_fn is {what}, which takes predictions and targets; it is a function of the model and a micro-batch. "
             f"Write: loss_fn=lambda model, batch: {call}(model(batch[0]), batch[1])"
         )
     if not callable(loss_fn):
@@ -51,11 +52,9 @@ def check_loss_fn(loss_fn: Any) -> None:
         pass
 
 
-def _name_of_plain_loss(loss_fn: Any) -> str | None:
+def _call_of_plain_loss(loss_fn: Any) -> str | None:
     """How one would write a loss of torch, or a module; None for anything else."""
     kind = loss_fn if isinstance(loss_fn, type) else type(loss_fn)
-    if issubclass(kind, nn.Module) and isinstance(loss_fn, type):
-        return f"the class {kind.__name__}"
     if issubclass(kind, nn.Module):
         return f"nn.{kind.__name__}()" if kind.__module__.startswith("torch.nn.") else f"{kind.__name__}()"
     return f"F.{loss_fn.__name__}" if getattr(loss_fn, "__module__", None) == "torch.nn.functional" else None
@@ -178,9 +177,8 @@ def check_no_gradients(named: dict[str, torch.Tensor], of_optimizers: Sequence[t
         # An optimizer goes on moving a frozen parameter as long as it has a gradient.
         found = [f"optimizer parameter {i} (frozen)" for i, p in enumerate(of_optimizers) if p.grad is not None]
     if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise GradientError(
-            f".grad of {found[:3]}{more} is set before the step, which would add to it. Call optimizer.zero_grad() "
+            f".grad of {format_names(found)} is set before the step, which would add to it. Call optimizer.zero_grad() "
             f"first; to add to a gradient on purpose, use bb.accumulate."
         )
 

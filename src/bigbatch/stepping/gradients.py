@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from bigbatch.errors import OptionError
+from bigbatch.stepping.precision import at_least_float32
 from bigbatch.stepping.shares import Factor, Group, Share
 
-_NARROW = (torch.float16, torch.bfloat16)
 _CACHED_COEFFICIENTS = 64
 
 
@@ -78,7 +78,7 @@ class Gradients:
         for p, _ in self._before:
             p.grad = None
         for p in parameters:
-            wide = accumulation_dtype or (torch.float32 if p.dtype in _NARROW else p.dtype)
+            wide = accumulation_dtype or at_least_float32(p.dtype)
             if wide != p.dtype and p.is_floating_point():
                 self._own_dtypes.append((p, p.grad_dtype))
                 p.grad_dtype = wide

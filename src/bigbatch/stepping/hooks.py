@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bigbatch.errors import GradientError
+from bigbatch.units import format_names
 
 
 class HookWatch:
@@ -32,7 +33,9 @@ class HookWatch:
         for p in self._hooked.values():
             self.hooks.update(_hooks_of(p))
         self._versions = {name: p._version for name, p in named.items()}
-        watched = named if reach_all else self._hooked if not self.hooks <= trusted else {}
+        watched: Mapping[str, torch.Tensor] = {} if self.hooks <= trusted else self._hooked
+        if reach_all:
+            watched = named
         self._copies = {name: p.detach().clone() for name, p in watched.items()}
         self._gradients: dict[str, torch.Tensor | None] = {}
         self._cleared: list[str] = []
@@ -55,13 +58,13 @@ class HookWatch:
         changed = [name for name in self._named if self._has_changed(name)]
         cleared = sorted({*self._cleared, *self._replaced()})
         if changed or cleared:
-            did = f"changed {_some(changed)}" if changed else f"cleared .grad of {_some(cleared)}"
+            did = f"changed {format_names(changed)}" if changed else f"cleared .grad of {format_names(cleared)}"
             lost = [name for name in changed if name not in self._copies]
             raise GradientError(
                 f"During backward a gradient hook {did}. An optimizer that runs inside backward steps once per "
                 "micro-batch, on a part of the gradient. Remove its hooks and give the optimizer to Step, or train "
                 f"with one micro-batch and without bigbatch."
-                + (f" What the hook did to {_some(lost)} could not be undone." if lost else "")
+                + (f" What the hook did to {format_names(lost)} could not be undone." if lost else "")
             )
 
     def _has_changed(self, name: str) -> bool:
@@ -102,7 +105,3 @@ def _hooks_of_modules(modules: Iterable[nn.Module]) -> Iterator[Any]:
         if module._backward_hooks or module._backward_pre_hooks:
             yield from module._backward_hooks.values()
             yield from module._backward_pre_hooks.values()
-
-
-def _some(names: list[str]) -> str:
-    return f"{names[:3]}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

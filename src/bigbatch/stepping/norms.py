@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from bigbatch.stepping.gradients import by_device, multiply
+from bigbatch.stepping.precision import at_least_float32
 
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -16,7 +17,7 @@ def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch
     norms = [torch.stack(foreach_norm(group)) for group in by_device(gradients)]
     if not norms:
         return torch.zeros((), device=device)
-    wide = [n.to(device=device, dtype=torch.promote_types(n.dtype, torch.float32)) for n in norms]
+    wide = [n.to(device=device, dtype=at_least_float32(n.dtype)) for n in norms]
     return torch.linalg.vector_norm(torch.cat(wide) if len(wide) > 1 else wide[0])
 
 

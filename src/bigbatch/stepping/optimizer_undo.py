@@ -18,6 +18,29 @@ _MOST_BYTES = 16 * 2**20
 """Copies of more than this, in each step, would cost more than they are worth."""
 
 
+class Copies:
+    """Copies of tensors while something moves them.
+
+    Args:
+        tensors: What will be moved.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._tensors = tensors
+        self._copies = [tensor.detach().clone() for tensor in tensors]
+
+    def restore(self) -> None:
+        """Put them back; may be begun again."""
+        with torch.no_grad():
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                tensor.copy_(copy)
+
+
+def are_little(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether to copy them in each step costs nothing to speak of."""
+    return sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
+
+
 class OptimizerUndo:
     """Copies of parameters and optimizer state, or of the step counters alone.
 
@@ -29,7 +52,7 @@ class OptimizerUndo:
         self._optimizers = optimizers
         self._key: Any = None
         self._tensors: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
+        self._copies: Copies | None = None
         self._before: list[dict[Any, dict[str, Any]]] = []
         self.is_exact = False
 
@@ -39,11 +62,11 @@ class OptimizerUndo:
         if key != self._key:
             self._find()
             self._key = key
-        self._copies = [tensor.detach().clone() for tensor in self._tensors]
+        self._copies = Copies(self._tensors)
 
     def let_go(self) -> None:
         """Free the copies."""
-        self._copies = []
+        self._copies = None
 
     def _find(self) -> None:
         """Find what is to be copied."""
@@ -51,7 +74,7 @@ class OptimizerUndo:
         state = [value for values in states for value in values.values() if isinstance(value, torch.Tensor)]
         moved = [*parameters_of(self._optimizers), *state]
         fused = bool(state) and len(self._optimizers) == 1 and _is_fused_alone(self._optimizers[0])
-        little = sum(tensor.nbytes for tensor in moved) <= _MOST_BYTES
+        little = are_little(moved)
         self.is_exact = fused or little
         self._tensors = [tensor for tensor in state if tensor.numel() == 1] if fused else moved if little else []
         self._before = [{p: dict(s) for p, s in optimizer.state.items()} for optimizer in self._optimizers]
@@ -63,9 +86,8 @@ class OptimizerUndo:
                 del optimizer.state[p]
             for p, values in before.items():
                 optimizer.state[p] = dict(values)
-        with torch.no_grad():
-            for tensor, copy in zip(self._tensors, self._copies, strict=True):
-                tensor.copy_(copy)
+        if self._copies is not None:
+            self._copies.restore()
 
 
 def _num_values(optimizer: torch.optim.Optimizer) -> int:

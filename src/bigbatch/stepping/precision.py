@@ -28,6 +28,11 @@ _PEERS_WORDS: dict[Any, str] = {
 }
 
 
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add up in: float32 for 16 bits, the same for wider ones."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Precision:
     """What the option ``precision`` says, on a device.
 

@@ -109,8 +109,13 @@ def _next_smaller(num_samples: int, size: int, smallest: int) -> int | None:
     return None
 
 
-def insist(action: Callable[[], None]) -> None:
-    """Do what must be done although memory is short: an action that may be begun again, until it succeeds."""
+def insist(action: Callable[[], Any], undo: Callable[[], Any] | None = None) -> None:
+    """Do what must be done although memory is short, until it succeeds.
+
+    Args:
+        action: May be begun again.
+        undo: What comes before another try, for an action that may not.
+    """
     for tries_left in range(_TRIES, 0, -1):
         try:
             action()
@@ -119,6 +124,8 @@ def insist(action: Callable[[], None]) -> None:
             if tries_left == 1 or not is_out_of_memory(error):
                 raise
         gc.collect()
+        if undo is not None:
+            insist(undo)
 
 
 def _free() -> None:

@@ -15,13 +15,12 @@ import torch
 from bigbatch.batch.logical import Piece, Pieces
 from bigbatch.errors import LossError
 from bigbatch.stepping.losses import Term
+from bigbatch.stepping.precision import at_least_float32
 
 Group = str | None
 """Terms whose gradients need the same correction; None for those that need none."""
 
 Factor = torch.Tensor | float
-
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 class Share(NamedTuple):
@@ -95,7 +94,7 @@ class Shares:
 
     def _share(self, term: Term, piece: Piece) -> Share | None:
         account = self._accounts[term.name]
-        if term.value.dtype in _NARROW:
+        if term.value.dtype != at_least_float32(term.value.dtype):
             # A share such as 1 / 3000 has three digits in float16; backward rounds it after the loss scale is on it.
             term = term._replace(value=term.value.float())
         if term.kind == "ratio":
@@ -123,7 +122,7 @@ class Shares:
 
     def _ratio_share(self, account: _Account, term: Term, piece: Piece) -> Share:
         value = term.value.detach()
-        denominator = torch.as_tensor(term.denominator, dtype=_wide(value.dtype), device=value.device)
+        denominator = torch.as_tensor(term.denominator, dtype=at_least_float32(value.dtype), device=value.device)
         if not account.values:
             # On the device: the host does not know the denominator, and need not.
             # Alone, it is final: then 0 must become NaN, as it does in the correction of several.
@@ -179,7 +178,7 @@ class Shares:
         if not account.values:
             return torch.zeros(())
         values = torch.stack(account.values)
-        values = values.to(_wide(values.dtype))
+        values = values.to(at_least_float32(values.dtype))
         if kind == "ratio":
             return values.sum() / _total(account.denominators)
         if kind != "mean":
@@ -227,10 +226,6 @@ def _total(denominators: list[torch.Tensor]) -> torch.Tensor:
     stacked = torch.stack(denominators)
     total = stacked.sum()
     return torch.where((stacked >= 0).all() & (total > 0), total, torch.nan)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _list(kinds: list[tuple[str, str]]) -> str:

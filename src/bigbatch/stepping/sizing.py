@@ -10,7 +10,7 @@ import torch
 
 from bigbatch.batch.cutting import micro_batch_sizes
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
-from bigbatch.batch.structure import is_array, mapped
+from bigbatch.batch.structure import is_array, leaves
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.memory.out_of_memory import is_out_of_memory
@@ -227,6 +227,4 @@ def _update_average(step: Step) -> None:
 
 
 def _num_bytes(micro_batch: Any) -> int:
-    sizes: list[int] = []
-    mapped(lambda value: sizes.append(value.nbytes if is_array(value) else 0), micro_batch)
-    return sum(sizes)
+    return sum(value.nbytes for value in leaves(micro_batch) if is_array(value))

@@ -20,7 +20,7 @@ from bigbatch.stepping.averaging import updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.gradients import accumulation_dtype_of
 from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
-from bigbatch.stepping.optimizer_undo import OptimizerUndo
+from bigbatch.stepping.optimizer_undo import Copies, OptimizerUndo, are_little
 from bigbatch.stepping.precision import forget_unscaled
 from bigbatch.stepping.recovery import Recovery, insist
 from bigbatch.stepping.state import STATE_VERSION, check_state
@@ -61,7 +61,8 @@ class Step:
         num_steps: Optimizer steps done; skipped ones do not count.
         num_skipped: Steps that were skipped.
         on_micro_batch: Called before each micro-batch as ``on_micro_batch(k, num_micro_batches)``, for a progress bar.
-        model, optimizers, options: As given.
+        model, optimizers, schedulers, options, batch_size, budget_bytes: As given.
+        accumulator: What runs the micro-batches.
 
     Raises:
         ArgumentError: An argument is of the wrong kind.
@@ -81,7 +82,7 @@ class Step:
         **options: Any,
     ):
         self.options = StepOptions.of(_with_plan(options, plan, memory_budget, micro_batch_size))
-        self._accumulator = Accumulator(model, loss_fn, self.options)
+        self.accumulator = Accumulator(model, loss_fn, self.options)
         self.model = model
         self.optimizers = optimizers_of(optimizer)
         self.schedulers = schedulers_of(self.options.scheduler, self.optimizers)
@@ -89,7 +90,7 @@ class Step:
             if size is not None:
                 check_positive(name, size)
         self._update_average = updater_of(self.options.ema)
-        self.batch_size = self._accumulator.most_samples = batch_size
+        self.batch_size = self.accumulator.most_samples = batch_size
         self.budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
         self.wanted_micro_batch_size = micro_batch_size
         self.micro_batch_size = plan.micro_batch_size if plan else micro_batch_size
@@ -108,11 +109,11 @@ class Step:
     @property
     def on_micro_batch(self) -> OnMicroBatch | None:
         """Called before each micro-batch with its number, from 1, and how many there are."""
-        return self._accumulator.on_micro_batch
+        return self.accumulator.on_micro_batch
 
     @on_micro_batch.setter
     def on_micro_batch(self, listener: OnMicroBatch | None) -> None:
-        self._accumulator.on_micro_batch = listener
+        self.accumulator.on_micro_batch = listener
 
     def __call__(self, batch: Any) -> StepResult:
         """Make one optimizer step of ``batch``.
@@ -154,16 +155,16 @@ class Step:
             named: What ``named_parameters`` gives.
         """
         check_no_gradients(named, parameters_of(self.optimizers))
-        done = self._accumulator.run(batch, micro_batch_size, named)
+        done = self.accumulator.run(batch, micro_batch_size, named)
         try:
             result = self._update(done)
         except BaseException:
             self._abandon(done)
             raise
         if result.skipped:
-            insist(lambda: self._accumulator.abandon(done, random_numbers=False))
+            insist(lambda: self.accumulator.abandon(done, random_numbers=False))
         else:
-            insist(self._accumulator.commit)
+            insist(self.accumulator.commit)
         return result
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
@@ -183,13 +184,13 @@ class Step:
     def _update(self, done: Accumulation) -> StepResult:
         """Everything from the gradient to the optimizer."""
         done.gradients.correct(done.shares.corrections())
-        scaler = self._accumulator.precision.scaler
+        scaler = self.accumulator.precision.scaler
         if scaler is not None:
             self._check_reached()
             for optimizer in self.optimizers:
                 scaler.unscale_(optimizer)
         gradients = self._check_reached()
-        norm = total_norm(gradients, self._accumulator.device)
+        norm = total_norm(gradients, self.accumulator.device)
         norm, finite = self._judge(norm, done.loss, done)
         asked = self.options.max_grad_norm is not None or self.options.grad_norm
         # All that may need memory comes before the optimizer, which is hard to undo.
@@ -238,7 +239,7 @@ class Step:
 
     def _judge(self, norm: torch.Tensor, loss: torch.Tensor, done: Accumulation) -> tuple[torch.Tensor, bool]:
         """The norm, and whether the step may go on. The one read of the device in a step is here."""
-        scaled = self._accumulator.precision.scaler is not None
+        scaled = self.accumulator.precision.scaler is not None
         if math.isfinite(float(norm if scaled else norm + loss.to(norm.device))):
             return norm, True
         done.shares.check_denominators()
@@ -262,9 +263,9 @@ class Step:
                     p.grad = torch.zeros_like(p)
 
     def _abandon(self, done: Accumulation) -> None:
-        insist(lambda: self._accumulator.abandon(done))
-        if self._accumulator.precision.scaler is not None:
-            forget_unscaled(self._accumulator.precision.scaler)
+        insist(lambda: self.accumulator.abandon(done))
+        if self.accumulator.precision.scaler is not None:
+            forget_unscaled(self.accumulator.precision.scaler)
 
     def _move_on(self) -> None:
         self.num_steps += 1
@@ -274,9 +275,17 @@ class Step:
         self.update_average()
 
     def update_average(self) -> None:
-        """Let the moving average take in the weights as they are now."""
-        if self._update_average is not None:
-            self._update_average(self.model)
+        """Let the moving average take in the weights as they are now; all of them, though memory runs out half-way."""
+        update, ema = self._update_average, self.options.ema
+        if update is None:
+            return
+        tensors = [*ema.parameters(), *ema.buffers()] if isinstance(ema, nn.Module) else []
+        if not tensors or self._optimizer_undo is None or not are_little(tensors):
+            update(self.model)
+            return
+        kept: list[Copies] = []
+        insist(lambda: kept.append(Copies(tensors)))
+        insist(lambda: update(self.model), undo=kept[0].restore)
 
     def clear(self) -> None:
         """Let go of all gradients."""
@@ -285,7 +294,7 @@ class Step:
     def _count_skipped(self) -> None:
         self.num_skipped += 1
         self._skipped_in_a_row += 1
-        if self._accumulator.precision.scaler is None and self._skipped_in_a_row > self.options.max_skipped:
+        if self.accumulator.precision.scaler is None and self._skipped_in_a_row > self.options.max_skipped:
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} steps in a row were not finite, more than "
                 f"max_skipped={self.options.max_skipped}. Nothing moved. Look at the data and the learning rate."
@@ -319,17 +328,12 @@ class Step:
             check_positive("micro_batch_size", micro_batch_size)
         return sizing.measure(self, batch, micro_batch_size)
 
-    @property
-    def accumulator(self) -> Accumulator:
-        """What runs the micro-batches."""
-        return self._accumulator
-
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on: step number, loss scale, average and micro-batch size.
 
         Model, optimizers and schedulers have states of their own.
         """
-        scaler, ema = self._accumulator.precision.scaler, self.options.ema
+        scaler, ema = self.accumulator.precision.scaler, self.options.ema
         return {
             "version": STATE_VERSION,
             "num_steps": self.num_steps,
@@ -362,8 +366,8 @@ class Step:
     def _load_ema_and_scaler(self, state: dict[str, Any]) -> None:
         if state["ema"] is not None:
             self.options.ema.load_state_dict(state["ema"])
-        if self._accumulator.precision.scaler is not None:
-            self._accumulator.precision.scaler.load_state_dict(state["scaler"])
+        if self.accumulator.precision.scaler is not None:
+            self.accumulator.precision.scaler.load_state_dict(state["scaler"])
 
 
 _WHY_NOT_EXACT = {
