@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -279,24 +280,16 @@ def test_there_is_room_again_when_something_was_removed(tmp_path):
 
 def test_a_limit_on_files_is_told(folder):
     """A write that fails for another reason than a full disk says which."""
-    code = f"""
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-import bigbatch as bb
-from bigbatch.training.checkpoint import Checkpoints, newest
-from tests.training.test_checkpoint import parts
-from pathlib import Path
-folder = Path({str(folder)!r})
-try:
-    Checkpoints(folder).save(3, parts(3))
-except bb.CheckpointError as error:
-    print(error, newest(folder).step, sorted(path.name for path in folder.iterdir()))
-"""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(bb.CheckpointError, match="step-00000003 cannot be written: File too large") as caught:
+            Checkpoints(folder).save(3, parts(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    assert f"The checkpoint {folder}/step-00000003 cannot be written: File too large. 2 [" in done.stdout
-    assert "unfinished" not in done.stdout
+    assert caught.value.free_bytes is None
+    assert names_in(folder) == [".lock", "step-00000001", "step-00000002"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path):
