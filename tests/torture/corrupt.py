@@ -14,6 +14,7 @@ import random
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,7 @@ class Bench:
 
 def loads(file: Path) -> bool:
     try:
+        warnings.simplefilter("ignore")  # torch wonders about some of them
         load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
     except Exception:
         return False

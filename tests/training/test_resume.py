@@ -603,6 +603,45 @@ def test_handlers_are_put_back(tmp_path):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_a_signal_that_was_ignored_stays_ignored(tmp_path):
+    """A shell lets its jobs in the background ignore Ctrl-C, which is meant for the one in front."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    steps = []
+
+    def loss(model, batch):
+        steps.append(1)
+        signal.raise_signal(signal.SIGINT)
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    try:
+        result = Run(tiny_task(epochs=1, loss_fn=loss)).train(Saver(Checkpoints(tmp_path)))
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert result.num_steps == len(steps) == 4
+
+
+def test_the_same_signal_stops_a_run_that_hears_it(tmp_path):
+    """Control, and from Python: the run raises when it is saved, and goes on to the same end."""
+    whole = Run(tiny_task())
+    whole.train()
+    calls = []
+
+    def loss(model, batch):
+        calls.append(1)
+        if len(calls) == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(bb.RunStopped, match="Stopped by SIGTERM after step 6 of 12, and saved in .*000006") as caught:
+        Run(tiny_task(loss_fn=loss)).train(Saver(Checkpoints(tmp_path)))
+    run, _ = gone_on(tiny_task(loss_fn=loss), tmp_path)
+
+    assert (caught.value.signal_number, caught.value.path) == (signal.SIGTERM, tmp_path / "step-00000006")
+    assert_same(state_of(run), state_of(whole))
+
+
 def test_a_run_that_was_killed_goes_on_to_the_same_end(train, tmp_path):
     task = ["slow", "--epochs", "6", "--checkpoint-every", "3"]
     process = started(tmp_path, *task)

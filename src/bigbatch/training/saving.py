@@ -55,7 +55,9 @@ class Saver:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._heard) for number in _SIGNALS}
+        # What is ignored stays so: a shell lets its jobs in the background ignore Ctrl-C.
+        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._heard) for number in heard}
         try:
             yield
         finally:
@@ -66,7 +68,8 @@ class Saver:
     def _heard(self, number: int, frame: Any) -> None:
         self._stop = number
         for other in _SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+            if signal.getsignal(other) == self._heard:
+                signal.signal(other, signal.SIG_DFL)
 
     def after_step(self, run: Run) -> None:
         """Save the run if it is time.
