@@ -70,7 +70,7 @@ def test_cut_steps_are_those_of_the_big_batch():
 
 def test_weighing_by_samples_would_not_be():
     """Control."""
-    with pytest.warns(UserWarning, match="labels hold -100"):
+    with pytest.warns(UserWarning, match="Labels hold -100"):
         found = compare_steps(small(weight=None), micro_batch_size=6, num_steps=3)
 
     assert found.difference > 1e-6

@@ -11,6 +11,7 @@ from torch import nn
 from bigbatch.errors import OptionError
 from bigbatch.stepping.accumulator import Accumulator, named_like
 from bigbatch.stepping.checks import check_parameters
+from bigbatch.stepping.recovery import insist
 from bigbatch.values import AFTER_THE_GRADIENT, StepOptions, StepResult, check_positive
 
 
@@ -72,11 +73,11 @@ def accumulate(
         done.gradients.correct(done.shares.corrections())
         done.gradients.narrow()
         result = done.result()
+        done.gradients.add_to_what_was_there()
     except BaseException:
-        accumulator.abandon(done)
+        insist(lambda: accumulator.abandon(done))
         raise
-    done.gradients.add_to_what_was_there()
-    accumulator.commit()
+    insist(accumulator.commit)
     return result
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from bigbatch.errors import OptionError
+from bigbatch.stepping.optimizer_undo import Copies, are_little
+from bigbatch.stepping.recovery import insist
 
 
 def updater_of(ema: Any) -> Callable[[nn.Module], Any] | None:
@@ -35,6 +37,24 @@ def updater_of(ema: Any) -> Callable[[nn.Module], Any] | None:
             f"ema.{update.__name__}{signature} needs more than the model; give an object with update(model)."
         )
     return update
+
+
+def update_all_or_nothing(update: Callable[[nn.Module], Any], ema: Any, model: nn.Module, *, may_fail: bool) -> None:
+    """Update a moving average, and begin again when memory runs out half-way.
+
+    Args:
+        update: What ``updater_of`` gives for ``ema``.
+        ema: The average; one that is no module, or is large, is not copied and cannot be begun again.
+        model: Its weights are taken in.
+        may_fail: Copy the average meanwhile.
+    """
+    tensors = [*ema.parameters(), *ema.buffers()] if isinstance(ema, nn.Module) else []
+    if not may_fail or not tensors or not are_little(tensors):
+        update(model)
+        return
+    kept: list[Copies] = []
+    insist(lambda: kept.append(Copies(tensors)))
+    insist(lambda: update(model), undo=kept[0].restore)
 
 
 def _can_be_called(signature: inspect.Signature, *args: Any) -> bool:

@@ -16,11 +16,11 @@ from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping import sizing
 from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch
-from bigbatch.stepping.averaging import updater_of
+from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.gradients import accumulation_dtype_of
 from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
-from bigbatch.stepping.optimizer_undo import Copies, OptimizerUndo, are_little
+from bigbatch.stepping.optimizer_undo import OptimizerUndo
 from bigbatch.stepping.precision import forget_unscaled
 from bigbatch.stepping.recovery import Recovery, insist
 from bigbatch.stepping.state import STATE_VERSION, check_state
@@ -99,7 +99,8 @@ class Step:
         self.num_skipped = 0
         self._skipped_in_a_row = 0
         self._recovery = Recovery(self)
-        self._optimizer_undo = OptimizerUndo(self.optimizers) if self.options.on_out_of_memory == "shrink" else None
+        self._shrinks = self.options.on_out_of_memory == "shrink"
+        self._optimizer_undo = OptimizerUndo(self.optimizers) if self._shrinks else None
         self._said: set[str] = set()
         self._named_key: list[int] = []
         self._named: dict[str, torch.Tensor] = {}
@@ -275,17 +276,9 @@ class Step:
         self.update_average()
 
     def update_average(self) -> None:
-        """Let the moving average take in the weights as they are now; all of them, though memory runs out half-way."""
-        update, ema = self._update_average, self.options.ema
-        if update is None:
-            return
-        tensors = [*ema.parameters(), *ema.buffers()] if isinstance(ema, nn.Module) else []
-        if not tensors or self._optimizer_undo is None or not are_little(tensors):
-            update(self.model)
-            return
-        kept: list[Copies] = []
-        insist(lambda: kept.append(Copies(tensors)))
-        insist(lambda: update(self.model), undo=kept[0].restore)
+        """Let the moving average take in the weights as they are now."""
+        if self._update_average is not None:
+            update_all_or_nothing(self._update_average, self.options.ema, self.model, may_fail=self._shrinks)
 
     def clear(self) -> None:
         """Let go of all gradients."""
