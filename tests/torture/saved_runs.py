@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -75,6 +76,10 @@ class Child:
             finally:
                 os._exit(code)
         os.close(tells)
+
+    def wait_until_it_tells(self) -> None:
+        """Return when the child has told its first number, or has ended."""
+        select.select([self._heard], [], [])
 
     def kill_after(self, seconds: float) -> tuple[int | None, list[int]]:
         """Kill -9 after that time; the exit code if it ended before, and the numbers that it told."""
