@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bigbatch as bb
-from bigbatch.stepping.recovery import insist
+from bigbatch.stepping.insisting import insist
 from tests.reference import assert_same_weights
 
 NUM_FEATURES = 5

@@ -11,7 +11,7 @@ from torch import nn
 from bigbatch.errors import OptionError
 from bigbatch.stepping.accumulator import Accumulator, named_like
 from bigbatch.stepping.checks import check_parameters
-from bigbatch.stepping.recovery import insist
+from bigbatch.stepping.insisting import insist
 from bigbatch.values import AFTER_THE_GRADIENT, StepOptions, StepResult, check_positive
 
 

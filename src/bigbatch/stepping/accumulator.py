@@ -21,9 +21,9 @@ from bigbatch.stepping import batchnorm
 from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
 from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
 from bigbatch.stepping.hooks import HookWatch
+from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.losses import terms_of
 from bigbatch.stepping.precision import Precision
-from bigbatch.stepping.recovery import insist
 from bigbatch.stepping.shares import Share, Shares
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.values import Exactness, StepOptions, StepResult

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from bigbatch.errors import OptionError
+from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.optimizer_undo import Copies, are_little
-from bigbatch.stepping.recovery import insist
 
 
 def updater_of(ema: Any) -> Callable[[nn.Module], Any] | None:

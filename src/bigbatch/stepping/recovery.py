@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,13 @@ from bigbatch.batch.cutting import micro_batch_sizes
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
 from bigbatch.errors import BudgetError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.stepping.insisting import insist
 from bigbatch.values import StepResult
 
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
 
 _log = logging.getLogger("bigbatch")
-_TRIES = 8
 
 
 class Recovery:
@@ -107,25 +106,6 @@ def _next_smaller(num_samples: int, size: int, smallest: int) -> int | None:
         if found < size and min(micro_batch_sizes(num_samples, found, smallest)) >= smallest:
             return found
     return None
-
-
-def insist(action: Callable[[], Any], undo: Callable[[], Any] | None = None) -> None:
-    """Do what must be done although memory is short, until it succeeds.
-
-    Args:
-        action: May be begun again.
-        undo: What comes before another try, for an action that may not.
-    """
-    for tries_left in range(_TRIES, 0, -1):
-        try:
-            action()
-            return
-        except Exception as error:
-            if tries_left == 1 or not is_out_of_memory(error):
-                raise
-        gc.collect()
-        if undo is not None:
-            insist(undo)
 
 
 def _free() -> None:

@@ -19,10 +19,11 @@ from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatc
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.gradients import accumulation_dtype_of
+from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
 from bigbatch.stepping.optimizer_undo import OptimizerUndo
 from bigbatch.stepping.precision import forget_unscaled
-from bigbatch.stepping.recovery import Recovery, insist
+from bigbatch.stepping.recovery import Recovery
 from bigbatch.stepping.state import STATE_VERSION, check_state
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, StepOptions, StepResult, check_positive
