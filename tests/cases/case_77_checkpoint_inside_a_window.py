@@ -4,11 +4,18 @@ Either the saved state carries it, or saving waits for the boundary, or refuses 
 """
 
 import copy
+import signal
+import tempfile
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import bigbatch as bb
+from bigbatch.training.checkpoint import Checkpoints, newest
+from bigbatch.training.loop import Run
+from bigbatch.training.resuming import resume
+from bigbatch.training.saving import Saver
 from tests.reference import gradients
 
 
@@ -56,6 +63,38 @@ def careful():
 
 def naive():
     return _run(False)
+
+
+def ours():
+    """SIGTERM comes between two micro-batches of the first step; the run is saved at the end of that step."""
+    case = build()
+    micro_batches = []
+
+    def loss_fn(model, batch):
+        micro_batches.append(batch)
+        if len(micro_batches) == case["stop_after_micro"] + 1:
+            signal.raise_signal(signal.SIGTERM)
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    task = bb.Task(
+        model=lambda: copy.deepcopy(case["model"]),
+        train_data=lambda: torch.utils.data.TensorDataset(case["x"], case["y"]),
+        loss_fn=loss_fn,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), case["lr"]),
+        batch_size=4,
+        epochs=2,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(folder)
+        try:
+            Run(task, micro_batch_size=1).train(Saver(checkpoints))
+        except bb.RunStopped:
+            assert len(micro_batches) == 4
+        run = Run(task, micro_batch_size=1)
+        resume(run, newest(checkpoints.folder))
+        checkpoints.close()
+    assert run.progress.num_steps == 1
+    return _vector(run.parts.model)
 
 
 def check(result):

@@ -32,7 +32,6 @@ WAITING = {
     "64_estimate_when_even_smallest_fails": PLANNER,
     "66_ddp_sync_once_and_last": RANKS,
     "68_ddp_reentrant_checkpoint_twice": RANKS,
-    "77_checkpoint_inside_a_window": NOTHING_LOST,
     "85_plan_without_running_data_dependent_model": PLANNER,
     "87_recovery_does_not_restart_training": NOTHING_LOST,
 }
