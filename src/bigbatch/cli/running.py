@@ -97,24 +97,32 @@ class Place:
     resume: str | None = None
     checkpoint_every: int | None = None
 
-    def prepare(self, name: str) -> tuple[Path, Found | None]:
-        """The folder of the run, and the checkpoint that it goes on from.
+    def folder(self, name: str) -> Path:
+        """The folder of the run, which is made when it is not there.
 
         Args:
             name: Of the task.
 
         Raises:
-            CheckpointError: No checkpoint can be used.
+            CheckpointError: There is no good checkpoint at the path that was given.
             TaskError: The folder holds another run, or cannot be made.
         """
         if self.resume is None or self.resume == "auto":
-            folder = make_run_dir(self.run_dir, name, goes_on=self.resume is not None)
-            return folder, newest(folder / _CHECKPOINTS) if self.resume else None
-        found = verified(self.resume)
-        of_run = found.path.absolute().parents[1]
-        folder = self.run_dir or (of_run if found.path.absolute().parent.name == _CHECKPOINTS else None)
-        goes_on = folder is not None and folder.absolute() == of_run
-        return make_run_dir(folder, name, goes_on=goes_on), found
+            return make_run_dir(self.run_dir, name, goes_on=self.resume is not None)
+        checkpoint = verified(self.resume).path.absolute()
+        of_run = checkpoint.parents[1]
+        folder = self.run_dir or (of_run if checkpoint.parent.name == _CHECKPOINTS else None)
+        return make_run_dir(folder, name, goes_on=folder is not None and folder.absolute() == of_run)
+
+    def checkpoint(self, checkpoints: Checkpoints) -> Found | None:
+        """What the run goes on from, if anything; called when nobody else can write there.
+
+        Raises:
+            CheckpointError: There are some, and none can be used.
+        """
+        if self.resume is None:
+            return None
+        return newest(checkpoints.folder) if self.resume == "auto" else verified(self.resume)
 
 
 def train(wanted: Wanted, place: Place, *, tensorboard: bool, compare: bool) -> bool:
@@ -122,9 +130,10 @@ def train(wanted: Wanted, place: Place, *, tensorboard: bool, compare: bool) -> 
     device, task = wanted.prepare(), wanted.found()
     run = Run(task, device=device, memory_budget=wanted.memory_budget, micro_batch_size=wanted.micro_batch_size)
     # Only now that all of it is built: a task that cannot be leaves no empty folder behind.
-    folder, found = place.prepare(task.name)
+    folder = place.folder(task.name)
     checkpoints = Checkpoints(folder / _CHECKPOINTS)
     try:
+        found = place.checkpoint(checkpoints)
         if found is not None:
             for path, why in found.refused:
                 _say(f"checkpoint {path} cannot be used: {why}")
