@@ -3,7 +3,7 @@
 
 TRAIN = digits --batch-size 512 --memory-budget 64MiB --threads 1 --compare
 
-.PHONY: train test slow benchmark clean
+.PHONY: train test slow torture benchmark clean
 
 train: .venv/installed-for-train
 	.venv/bin/python -m bigbatch train $(TRAIN)
@@ -14,6 +14,15 @@ test: .venv/installed-for-test
 
 slow: .venv/installed-for-test
 	scripts/test -m slow
+
+# Long: every allocation of a step fails once, runs are killed, saved files are damaged. docs/reliability.md has the tables.
+torture: .venv/installed-for-test
+	.venv/bin/python -m tests.torture.allocation_failures
+	.venv/bin/python -m tests.torture.allocation_failures --double
+	.venv/bin/python -m tests.torture.real_limits
+	.venv/bin/python -m tests.torture.kill_while_saving
+	.venv/bin/python -m tests.torture.kill_while_training
+	.venv/bin/python -m tests.torture.corrupt
 
 benchmark: .venv/installed-for-test
 	.venv/bin/python benchmarks/overhead.py
