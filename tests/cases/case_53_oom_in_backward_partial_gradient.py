@@ -7,8 +7,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import bigbatch as bb
 from tests.cases.common import FakeOutOfMemory, same, spans
-from tests.reference import big_batch_gradients, gradients, slice_batch
+from tests.reference import RecordingSGD, big_batch_gradients, gradients, slice_batch
 
 
 class Bomb(torch.autograd.Function):
@@ -83,6 +84,14 @@ def _put_back(model, kept):
 
 def careful():
     return _run(build(), _put_back)
+
+
+def ours():
+    case = build()
+    optimizer = RecordingSGD(case["model"])
+    step = bb.Step(case["model"], mean_loss, optimizer, micro_batch_size=case["micro"])
+    assert step(case["batch"]).retries == 1
+    return optimizer.seen[-1]
 
 
 def naive_keeps_partial():

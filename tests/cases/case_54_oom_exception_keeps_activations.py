@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+import bigbatch as bb
 from tests.cases.common import FakeOutOfMemory
 
 
@@ -35,6 +36,21 @@ def careful():
     with contextlib.suppress(torch.OutOfMemoryError):
         _body(references, True)
     return dict(alive_at_retry=_num_alive(references))  # Outside the block that caught it.
+
+
+def ours():
+    """The retry sees nothing of what the failed attempt had made."""
+    references, alive_at_retry = [], []
+
+    def loss_fn(model, x):
+        alive_at_retry.append(_num_alive(references))
+        _body(references, fail=len(x) > 2)
+        return model(x).square().mean()
+
+    model = torch.nn.Linear(3, 1)
+    step = bb.Step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=4)
+    step(torch.randn(4, 3))
+    return dict(alive_at_retry=max(alive_at_retry))
 
 
 def naive():
