@@ -92,8 +92,9 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
             _, status = os.waitpid(self.pid, 0)
             code = None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
-        with os.fdopen(self._heard) as heard:
-            return code, [int(line) for line in heard if line.endswith("\n")]
+        os.set_blocking(self._heard, False)  # its own children may hold the other end a little longer
+        with os.fdopen(self._heard, "rb") as heard:
+            return code, [int(line) for line in (heard.read() or b"").split(b"\n")[:-1]]
 
     def _ended(self) -> int | None:
         pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -566,6 +567,28 @@ def test_a_signal_lets_the_step_end_and_saves(tmp_path, number, code, name):
     assert out.rstrip().endswith("To go on, give --run-dir run --resume auto.")
     steps = (tmp_path / "run/log.jsonl").read_text().count('"event": "step"')
     assert steps == found.step >= 3
+
+
+def is_alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_workers_end_with_a_run_that_is_killed(tmp_path):
+    process = started(tmp_path, "slow_with_workers")
+    wait_for_steps(tmp_path, 1)
+    workers = psutil.Process(process.pid).children()
+
+    process.kill()
+    process.communicate()
+
+    deadline = time.monotonic() + 3  # torch's own watchdog looks after five seconds
+    while any(map(is_alive, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert len(workers) == 2
 
 
 def test_a_second_signal_stops_at_once(tmp_path):

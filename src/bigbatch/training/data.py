@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -112,7 +115,7 @@ def train_loader(task: Task, data: Any, *, first_step: int = 0) -> DataLoader[An
         batch_sampler=order,  # pyright: ignore[reportArgumentType]
         collate_fn=_as_it_is if task.collate is not None else None,
         num_workers=task.num_workers,
-        worker_init_fn=_leave_signals_to_the_run,
+        worker_init_fn=_begin_worker,
         # Without a generator of its own the loader draws from the one that the model draws from.
         generator=torch.Generator().manual_seed(task.seed),
     )
@@ -130,7 +133,7 @@ def eval_loader(task: Task, data: Any, batch_size: int) -> DataLoader[Any]:
         batch_size=batch_size,
         collate_fn=task.collate,
         num_workers=task.num_workers,
-        worker_init_fn=_leave_signals_to_the_run,
+        worker_init_fn=_begin_worker,
         generator=torch.Generator().manual_seed(task.seed),
     )
 
@@ -139,13 +142,24 @@ def _as_it_is(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def _leave_signals_to_the_run(worker: int) -> None:
-    """A terminal sends Ctrl-C to all processes, and others send SIGTERM so; the run still needs them for its step.
+def _begin_worker(worker: int) -> None:
+    """Leave signals to the run, and end with it.
 
-    They end with the run in any case. A second SIGTERM ends them too: that is how a loader ends one that hangs.
+    A terminal sends Ctrl-C to all processes, and others send SIGTERM so; the run still needs its workers then. A second
+    SIGTERM ends them: that is how a loader ends one that hangs.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+
+
+def _end_with_the_run() -> None:
+    # The loader's own watchdog looks every five seconds whether its parent is another one; if the run was killed before
+    # the watchdog began, it never is, and the worker stays for ever.
+    run = multiprocessing.parent_process()
+    if run is not None:
+        run.join()
+        os._exit(1)
 
 
 def check_map_style(data: Any, name: str) -> None:
