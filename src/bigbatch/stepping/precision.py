@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _PEERS_WORDS: dict[Any, str] = {
 }
 
 
+@cache  # asked for each micro-batch, where a dictionary is faster than torch
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The dtype to add up in: float32 for 16 bits, the same for wider ones."""
     return torch.promote_types(dtype, torch.float32)

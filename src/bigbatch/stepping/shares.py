@@ -14,7 +14,7 @@ import torch
 
 from bigbatch.batch.logical import Piece, Pieces
 from bigbatch.errors import LossError
-from bigbatch.stepping.losses import Term
+from bigbatch.stepping.losses import Kind, Term
 from bigbatch.stepping.precision import at_least_float32
 
 Group = str | None
@@ -59,7 +59,7 @@ class Shares:
         self._single = pieces.count == 1
         self._num_samples = pieces.num_samples
         self._accounts: dict[str, _Account] = {}
-        self._kinds: list[tuple[str, str]] = []
+        self._kinds: list[tuple[str, Kind]] = []
         self._weights_added: dict[Any, float] = {}
 
     @property
@@ -138,7 +138,7 @@ class Shares:
         return self._num_samples / piece.num_samples if self._num_samples and piece.num_samples else 1.0
 
     def _check_same_terms(self, terms: list[Term], piece: Piece) -> None:
-        kinds = [(term.name, term.kind) for term in terms]
+        kinds = [term[:2] for term in terms]  # name and kind
         if not self._kinds:
             if len({name for name, _ in kinds}) < len(kinds):
                 raise LossError(f"Two terms of the loss have the same name: {[name for name, _ in kinds]}.")
@@ -228,5 +228,5 @@ def _total(denominators: list[torch.Tensor]) -> torch.Tensor:
     return torch.where((stacked >= 0).all() & (total > 0), total, torch.nan)
 
 
-def _list(kinds: list[tuple[str, str]]) -> str:
+def _list(kinds: list[tuple[str, Kind]]) -> str:
     return ", ".join(f"{name!r} ({kind})" for name, kind in kinds)
