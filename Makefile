@@ -23,6 +23,7 @@ torture: .venv/installed-for-test
 	.venv/bin/python -m tests.torture.kill_while_saving
 	.venv/bin/python -m tests.torture.kill_while_training
 	.venv/bin/python -m tests.torture.corrupt
+	.venv/bin/python -m tests.torture.disk_full
 
 benchmark: .venv/installed-for-test
 	.venv/bin/python benchmarks/overhead.py
