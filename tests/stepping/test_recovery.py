@@ -247,3 +247,64 @@ def test_an_error_that_is_not_about_memory_is_not_insisted_on():
 
     with pytest.raises(ValueError, match="no"):
         insist(action)
+
+
+def test_an_odd_batch_is_shrunk_to_one_sample_too():
+    """Five samples by two are three micro-batches, and six there are not; by one they are five."""
+    OutOfMemoryAt.limit = 1
+    step = make_step(Net().double(), micro_batch_size=2)
+
+    result = step(make_batch(5))
+
+    assert (result.retries, result.micro_batch_sizes) == (1, (1,) * 5)
+
+
+class CountsInPlainNumbers(torch.optim.Optimizer):
+    """Keeps its step as an int, as SparseAdam does, and moves by it."""
+
+    failures = 0
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            p -= 0.01 / state["step"] * p.grad
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_state_in_plain_numbers_is_put_back():
+    model = Net().double()
+    truth, batches = copy.deepcopy(model), [make_batch() for _ in range(6)]
+    ours, plain = CountsInPlainNumbers(model.parameters()), CountsInPlainNumbers(truth.parameters())
+    step = bb.Step(model, loss_fn, ours, micro_batch_size=4)
+    undisturbed = bb.Step(truth, loss_fn, plain, micro_batch_size=4)
+    for i, batch in enumerate(batches):
+        ours.failures = int(i == 4)
+        step(batch)
+        undisturbed(batch)
+
+    assert [s["step"] for s in ours.state.values()] == [6] * 4
+    assert_same_weights(model, truth, tolerance=1e-12)
+
+
+def test_state_that_was_loaded_since_is_what_is_put_back():
+    model = Net().double()
+    truth, batches = copy.deepcopy(model), [make_batch() for _ in range(5)]
+    ours, plain = FailsInTheMiddle(model.parameters(), lr=0.01), FailsInTheMiddle(truth.parameters(), lr=0.01)
+    ours.failures = plain.failures = 0
+    step = bb.Step(model, loss_fn, ours, micro_batch_size=4)
+    undisturbed = bb.Step(truth, loss_fn, plain, micro_batch_size=4)
+    for i, batch in enumerate(batches):
+        if i == 2:
+            ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+        ours.failures = int(i == 3)
+        step(batch)
+        undisturbed(batch)
+
+    assert_same_weights(model, truth, tolerance=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -275,6 +276,16 @@ def micro_batch_sizes(num_samples: int, micro_batch_size: int, smallest: int = 1
         return [micro_batch_size] * full + [rest] * (rest > 0)
     size, larger = divmod(num_samples, full + 1)
     return [size + 1] * larger + [size] * (full + 1 - larger)
+
+
+def part_sizes(num_samples: int, smallest: int = 1) -> list[int]:
+    """Sizes of two or more micro-batches, ascending, one for each number of them; none with too small a rest.
+
+    >>> part_sizes(9), part_sizes(9, smallest=2)
+    ([1, 2, 3, 5], [3, 5])
+    """
+    sizes = {math.ceil(num_samples / count) for count in range(2, num_samples + 1)}
+    return sorted(size for size in sizes if min(micro_batch_sizes(num_samples, size, smallest)) >= smallest)
 
 
 def smallest_without_single(num_samples: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -165,6 +165,12 @@ class Gradients:
         for p, before in self._before:
             p.grad = before if p.grad is None else before + p.grad
         self._before = []
+
+
+def clear_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Let go of the gradients of these."""
+    for p in parameters:
+        p.grad = None
 
 
 def dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

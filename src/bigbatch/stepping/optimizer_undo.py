@@ -58,7 +58,8 @@ class OptimizerUndo:
 
     def take(self) -> None:
         """Remember how everything is now."""
-        key = [(len(optimizer.state), _num_values(optimizer)) for optimizer in self._optimizers]
+        # By identity: load_state_dict puts other tensors there, and some optimizers count in plain numbers.
+        key = [id(v) for optimizer in self._optimizers for s in optimizer.state.values() for v in s.values()]
         if key != self._key:
             self._find()
             self._key = key
@@ -88,10 +89,6 @@ class OptimizerUndo:
                 optimizer.state[p] = dict(values)
         if self._copies is not None:
             self._copies.restore()
-
-
-def _num_values(optimizer: torch.optim.Optimizer) -> int:
-    return len(next(iter(optimizer.state.values()), ()))
 
 
 def _is_fused_alone(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bigbatch.batch.cutting import micro_batch_sizes
+from bigbatch.batch.cutting import part_sizes
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
 from bigbatch.errors import BudgetError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
@@ -100,12 +100,9 @@ class Recovery:
 
 def _next_smaller(num_samples: int, size: int, smallest: int) -> int | None:
     """A size for about twice as many micro-batches; None when there is none."""
-    count = math.ceil(num_samples / size)
-    for more in range(2 * count, num_samples + 1):
-        found = math.ceil(num_samples / more)
-        if found < size and min(micro_batch_sizes(num_samples, found, smallest)) >= smallest:
-            return found
-    return None
+    half = math.ceil(num_samples / (2 * math.ceil(num_samples / size)))
+    fitting = [part for part in part_sizes(num_samples, smallest) if part <= half and part < size]
+    return fitting[-1] if fitting else None
 
 
 def _free() -> None:

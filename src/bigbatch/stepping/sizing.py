@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bigbatch.batch.cutting import micro_batch_sizes
+from bigbatch.batch.cutting import part_sizes
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
 from bigbatch.batch.structure import is_array, leaves
 from bigbatch.errors import BudgetError, OptionError
@@ -111,7 +111,7 @@ def _largest(
     half. It is tried when the line through the parts says so, and not before: on CPU, a try that is much too large ends
     the process.
     """
-    parts = _part_sizes(num_samples, step.accumulator.smallest_micro_batch)
+    parts = part_sizes(num_samples, step.accumulator.smallest_micro_batch)
     best, failure = num_samples, None
     if parts:
         try:
@@ -128,12 +128,6 @@ def _largest(
     if parts and failure is None:
         return best
     raise failure or _nothing_fits(num_samples, peaks[num_samples], budget_bytes)
-
-
-def _part_sizes(num_samples: int, smallest: int) -> list[int]:
-    """Sizes of two or more micro-batches, ascending, one for each number of them; none with too small a rest."""
-    sizes = {math.ceil(num_samples / count) for count in range(2, num_samples + 1)}
-    return sorted(size for size in sizes if min(micro_batch_sizes(num_samples, size, smallest)) >= smallest)
 
 
 def _expected(peaks: dict[int, float], size: int) -> float:

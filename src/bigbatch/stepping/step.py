@@ -18,7 +18,7 @@ from bigbatch.stepping import sizing
 from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
-from bigbatch.stepping.gradients import accumulation_dtype_of
+from bigbatch.stepping.gradients import accumulation_dtype_of, clear_gradients
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
 from bigbatch.stepping.optimizer_undo import OptimizerUndo
@@ -144,7 +144,7 @@ class Step:
             else:
                 self._move_on()
         finally:
-            _clear(named)
+            clear_gradients(named.values())
         self._say_once(result)
         return result
 
@@ -226,8 +226,9 @@ class Step:
                     "and one group of parameters needs no memory there."
                 ) from error
             raise
-        if undo is not None:
-            undo.let_go()
+        finally:
+            if undo is not None:
+                undo.let_go()
 
     def _check_reached(self) -> list[torch.Tensor]:
         """Gradients that the optimizers will see."""
@@ -283,7 +284,7 @@ class Step:
 
     def clear(self) -> None:
         """Let go of all gradients."""
-        _clear(self.named_parameters())
+        clear_gradients(self.named_parameters().values())
 
     def _count_skipped(self) -> None:
         self.num_skipped += 1
@@ -393,8 +394,3 @@ def _with_plan(
             raise OptionError(f"accumulation_dtype={asked!r}, but the plan has {plan.accumulation_dtype!r}. Give one.")
         return {**options, "accumulation_dtype": plan.accumulation_dtype}
     return options
-
-
-def _clear(named: dict[str, torch.Tensor]) -> None:
-    for p in named.values():
-        p.grad = None
