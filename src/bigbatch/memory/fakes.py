@@ -1,0 +1,65 @@
+"""Copies of models and batches that have shapes and no numbers, so that a step of them costs no memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+
+def fake_copy(value: Any, mode: FakeTensorMode) -> Any:
+    """A deep copy whose tensors are fake tensors on the CPU; what shares memory in ``value`` shares it in the copy.
+
+    The device of the original does not matter, and it may be ``meta``. On a machine without a card, fake tensors that
+    say "cuda" fail in backward, so all of them say "cpu".
+
+    Args:
+        value: Anything that ``copy.deepcopy`` takes, for example a tuple of a model and its optimizer.
+        mode: Of all fake tensors that are to meet.
+    """
+    with _CopyAsFakes(mode):
+        return copy.deepcopy(value)
+
+
+class _CopyAsFakes(TorchFunctionMode):
+    """Makes fakes where ``copy.deepcopy`` would copy tensors."""
+
+    def __init__(self, mode: FakeTensorMode):
+        self._mode = mode
+        self._storages: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone:  # the copy of a Parameter is made of a clone of its data
+            return self._fake_of(args[0])
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._fake_of(tensor)
+        return memo[id(tensor)]
+
+    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor):
+            raise TypeError(f"a tensor of the class {type(tensor).__name__} has no fake")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(f"a tensor of the layout {tensor.layout} has no fake")
+        with torch.no_grad(), self._mode:
+            fake = torch.as_strided(self._bytes_of(tensor), tensor.size(), tensor.stride(), tensor.storage_offset())
+        fake = fake.detach()
+        if tensor.requires_grad:
+            fake.requires_grad_()
+        for name, value in vars(tensor).items():
+            setattr(fake, name, value)
+        return fake
+
+    def _bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A flat fake of all that lies in the storage of ``tensor``, in its dtype."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+        flat, size = self._storages[key], tensor.element_size()
+        return flat[: flat.numel() // size * size].view(tensor.dtype)

@@ -1,0 +1,1 @@
+"""From what a model costs to a plan: pure search, without torch."""

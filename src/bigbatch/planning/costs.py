@@ -1,0 +1,185 @@
+"""What a model costs, as numbers: ``MemoryProfile`` and its parts. Made by tracing a step; read by the search."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+from bigbatch.errors import OptionError
+
+
+class Line(NamedTuple):
+    """Something that grows with the micro-batch: ``fixed + per_sample * samples``, in bytes or seconds.
+
+    >>> Line(100, 8).at(4)
+    132.0
+    """
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, num_samples: int) -> float:
+        """Its value for a micro-batch of so many samples."""
+        return self.fixed + self.per_sample * num_samples
+
+    @classmethod
+    def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Self:
+        """The line through two measurements ``(samples, value)``; flat when both have the same size."""
+        (size, value), (other_size, other_value) = first, second
+        slope = (other_value - value) / (other_size - size) if other_size != size else 0.0
+        return cls(value - slope * size, slope)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One stretch of the forward: a block (a module that may be recomputed), or what runs between two blocks.
+
+    A storage is *held* from the first slot that saves it until that slot's backward. Bytes are for one micro-batch.
+
+    Attributes:
+        name: Of the block in ``named_modules``; None for what runs between blocks.
+        kind: Class of the block; "" between blocks.
+        saved: Storages that it saves for backward, as indices into ``MemoryProfile.storages``.
+        inputs: Storages of its arguments, kept instead when it is recomputed.
+        forward: Most bytes alive in its forward beyond those held by the slots before it.
+        recompute: The same up to its last save, where a second forward stops.
+        backward: Most bytes alive in its backward beyond those held by itself and the slots before it, when all
+            gradients exist.
+        backward_first: The same in a first micro-batch, beyond parameters and held storages: gradients come into
+            being, and those of the slots after it are counted here.
+        pending: Bytes alive when its backward begins, beyond those held: gradients of its outputs, and of skip
+            connections across it.
+        pending_first: The same in a first micro-batch.
+        forward_seconds: Of its forward.
+        recompute_seconds: Of its forward up to the last save: the price of recomputing it.
+        may_recompute: Whether it may be recomputed at all.
+        follows: Whether it may form a group with the block before it: neighbours in one ``nn.Sequential`` or
+            ``nn.ModuleList``, its sole input is what that one returned, and nothing runs between them.
+    """
+
+    name: str | None
+    kind: str = ""
+    saved: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    forward: Line = Line()
+    recompute: Line = Line()
+    backward: Line = Line()
+    backward_first: Line = Line()
+    pending: Line = Line()
+    pending_first: Line = Line()
+    forward_seconds: Line = Line()
+    recompute_seconds: Line = Line()
+    may_recompute: bool = False
+    follows: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """What a model, its loss and its optimizer cost: bytes and seconds for any micro-batch size.
+
+    The peak of a steady step of N samples is the largest of these, each beside what is resident (parameters, buffers,
+    optimizer state, averages, others) and ``batch.at(N)``:
+
+    - in a first micro-batch: per slot, held storages and ``forward`` or ``backward_first``;
+    - in a later one: gradients, held storages and ``forward`` or ``backward``;
+    - in the update: gradients and ``update_bytes``.
+
+    Attributes:
+        parameter_bytes: Parameters of the model, frozen ones too, each storage once.
+        gradient_bytes: Gradients as they are added up.
+        optimizer_bytes: State of the optimizers after their first step.
+        buffer_bytes: Buffers of the model.
+        average_bytes: An EMA of the weights.
+        other_bytes: What a step itself keeps: copies of buffers to undo a failed step, tensors outside of the model.
+        update_bytes: Most bytes alive from the last backward to the end of the step beyond gradients: what clipping and
+            the optimizer need for a moment.
+        batch: Bytes of the inputs on the device. On CPU this is by samples of the whole batch.
+        batch_is_whole: Whether ``batch`` is for the samples of the whole batch, and not of a micro-batch.
+        storages: Bytes of what is saved for backward; each storage once, however many slots save it.
+        slots: In the order of the forward. The first and the last are not blocks.
+        workspace: Bytes that kernels need only while they run, beyond counted storages; zero when not measured.
+        micro_seconds: Measured or estimated ``(samples, seconds)`` of one forward-backward without recompute.
+        update_seconds: Of what comes once a step.
+        timing: "measured" on the device, or "estimated" from operations and bytes.
+        smallest_micro_batch: 2 when a layer uses statistics of the batch (BatchNorm), else 1.
+        device: "cpu" or "cuda".
+        fallback: Why real tensors had to be used; None when shapes were enough.
+        model: Class of the model.
+        optimizer: Classes of the optimizers, joined with " + ".
+        warnings: What a person should know, in sentences.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+    average_bytes: int = 0
+    other_bytes: int = 0
+    update_bytes: int = 0
+    batch: Line = Line()
+    batch_is_whole: bool = True
+    storages: tuple[Line, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    workspace: Line = Line()
+    micro_seconds: tuple[tuple[int, float], ...] = ()
+    update_seconds: float = 0.0
+    timing: Literal["measured", "estimated"] = "estimated"
+    smallest_micro_batch: int = 1
+    device: str = "cpu"
+    fallback: str | None = None
+    model: str = ""
+    optimizer: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there at every moment of a step, beside the batch."""
+        return (
+            self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes + self.average_bytes + self.other_bytes
+        )
+
+    def to_json(self) -> str:
+        """The value as JSON text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The value that ``to_json`` wrote.
+
+        Raises:
+            OptionError: It is no JSON, or a field is unknown or missing.
+        """
+        try:
+            found = json.loads(text)
+            return cls(**{name: _READERS.get(name, _same)(value) for name, value in found.items()})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise OptionError(f"{text[:80]!r} is no {cls.__name__} in JSON: {error}.") from error
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _line(value: Any) -> Line:
+    return Line(*value)
+
+
+def _slot(found: dict[str, Any]) -> Slot:
+    return Slot(**{name: _SLOT_READERS.get(name, _same)(value) for name, value in found.items()})
+
+
+_SLOT_READERS: dict[str, Any] = {
+    **{spec.name: _line for spec in dataclasses.fields(Slot) if isinstance(spec.default, Line)},
+    "saved": tuple,
+    "inputs": tuple,
+}
+_READERS: dict[str, Any] = {
+    "batch": _line,
+    "workspace": _line,
+    "storages": lambda values: tuple(map(_line, values)),
+    "slots": lambda values: tuple(map(_slot, values)),
+    "micro_seconds": lambda values: tuple((int(size), seconds) for size, seconds in values),
+    "warnings": tuple,
+}
