@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from bigbatch.errors import OptionError
-from bigbatch.peers import OUR_WORDS
+from bigbatch.peers import OUR_WORDS, to_peer
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +112,25 @@ class Plan(_Json):
             )
         # A list would make the plan unhashable, and unequal to its own JSON.
         object.__setattr__(self, "recompute", tuple(e if isinstance(e, str) else tuple(e) for e in self.recompute))
+
+    def to(self, peer: str, *, world_size: int = 1, batch_size: int | None = None) -> dict[str, Any]:
+        """The plan in the words of another library, as a dictionary; a warning names what it has no words for.
+
+        >>> Plan(micro_batch_size=8, accumulation_steps=4).to("transformers")
+        {'per_device_train_batch_size': 8, 'gradient_accumulation_steps': 4}
+
+        Args:
+            peer: "transformers", "lightning", "accelerate", "deepspeed" or "torchtune".
+            world_size: Ranks that share a batch.
+            batch_size: Samples of a step over all ranks. None: those of the plan, on each rank.
+
+        Raises:
+            OptionError: The library is unknown, the batch cannot be shared equally, or its size is not known.
+        """
+        check_positive("world_size", world_size)
+        if batch_size is not None:
+            check_positive("batch_size", batch_size)
+        return to_peer(self, peer, world_size=world_size, batch_size=batch_size)
 
 
 @dataclass(frozen=True)
