@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import bigbatch as bb
-from bigbatch.batch.cutting import lay_out, micro_batch_sizes, spans
+from bigbatch.batch.cutting import lay_out
+from bigbatch.batch.sizes import micro_batch_sizes, spans
 from bigbatch.batch.weighing import Weigher, has_ignored_labels, labels_of
 from tests.batch.test_structure import Frozen, Typed
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bigbatch.batch.cutting import lay_out, micro_batch_sizes, spans
+from bigbatch.batch.cutting import lay_out
+from bigbatch.batch.sizes import micro_batch_sizes, spans
 from bigbatch.batch.weighing import Weigher, Weights, checked_weight, for_term
 from bigbatch.errors import ArgumentError, BatchError, LossError
 from bigbatch.values import StepOptions

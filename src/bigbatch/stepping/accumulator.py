@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.batch.cutting import smallest_without_single
 from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_of
 from bigbatch.batch.moving import on_device
+from bigbatch.batch.sizes import smallest_without_single
 from bigbatch.batch.structure import is_array, leaves
 from bigbatch.batch.weighing import Weigher, for_term, has_ignored_labels
 from bigbatch.errors import BatchError, LossError, warn

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bigbatch.batch.cutting import part_sizes
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
+from bigbatch.batch.sizes import part_sizes
 from bigbatch.errors import BudgetError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.insisting import insist

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bigbatch.batch.cutting import part_sizes
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
+from bigbatch.batch.sizes import part_sizes
 from bigbatch.batch.structure import is_array, leaves
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.memory.measure import count_peak_bytes
