@@ -129,8 +129,9 @@ def _plain(name: str) -> str:
 
 
 def _close(plain: str) -> str:
-    within = [name for name in CARDS if plain and (_plain(name).startswith(plain) or plain.startswith(_plain(name)))]
-    close = within or difflib.get_close_matches(plain, CARDS, n=3, cutoff=0.5)
+    family = re.match(r"[a-z]*\d+", plain)
+    same = [name for name in CARDS if family and _plain(name).startswith(family[0])]
+    close = same or difflib.get_close_matches(plain, CARDS, n=3)
     return f"Did you mean {' or '.join(close)}?" if close else f"It has {', '.join(CARDS)}."
 
 
