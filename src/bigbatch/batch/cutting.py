@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,12 @@ class _Node:
     dim: int | None = None  # the dimension that is cut
     inside: list[_Node] | None = None  # of a container with something in it that is cut
 
-    def cut(self, start: int, length: int) -> Any:
+    def mapped(self, change: Callable[[Any, int], Any]) -> Any:
         if self.dim is not None:
-            return _window(self.value, self.dim, start, length)
+            return change(self.value, self.dim)
         if self.inside is None:
             return self.value
-        return rebuilt(self.value, [node.cut(start, length) for node in self.inside])
+        return rebuilt(self.value, [node.mapped(change) for node in self.inside])
 
 
 def _window(value: Any, dim: int, start: int, length: int) -> Any:
@@ -52,7 +52,11 @@ class Layout:
 
     def cut(self, start: int, length: int) -> Any:
         """The samples ``start`` to ``start + length``; tensors are views, containers keep their types."""
-        return self.root.cut(start, length)
+        return self.root.mapped(lambda value, dim: _window(value, dim, start, length))
+
+    def mapped(self, change: Callable[[Any, int], Any]) -> Any:
+        """The batch with ``change(value, dim)`` in the place of each value that is cut."""
+        return self.root.mapped(change)
 
 
 def lay_out(batch: Any, batch_dims: Mapping[str, int | None] | None = None) -> Layout:

@@ -1,0 +1,44 @@
+"""Batches of any length, made from one that is at hand by repeating its samples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from bigbatch.batch.cutting import lay_out
+from bigbatch.batch.logical import num_samples_of
+from bigbatch.values import StepOptions
+
+
+def micro_batch_of(batch: Any, num_samples: int, options: StepOptions) -> Any:
+    """A micro-batch of so many samples, as the step would cut it from a batch that is large enough.
+
+    Args:
+        batch: What a step gets; its samples are repeated where it has too few.
+        num_samples: Of the micro-batch.
+        options: Of the step: ``collate`` and ``batch_dims``.
+
+    Raises:
+        BatchError: The batch cannot be cut.
+    """
+    if options.collate is not None:
+        samples = list(batch) * math.ceil(num_samples / num_samples_of(batch, options))
+        return options.collate(samples[:num_samples])
+    layout = lay_out(batch, options.batch_dims)
+    times = math.ceil(num_samples / layout.num_samples)
+    return layout.mapped(lambda value, dim: _repeated(value, dim, times, num_samples))
+
+
+def _repeated(value: Any, dim: int, times: int, num_samples: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        shape = [1] * value.dim()
+        shape[dim] = times
+        # A clone, so that it has the memory of its own samples only.
+        return value.repeat(shape).narrow(dim, 0, num_samples).clone(memory_format=torch.contiguous_format)
+    if isinstance(value, list | tuple):
+        return (value * times)[:num_samples]
+    import numpy  # Here, because only a batch that has such an array needs it.
+
+    return numpy.concatenate([value] * times, axis=dim)[(slice(None),) * dim + (slice(num_samples),)]

@@ -1,0 +1,37 @@
+"""What is noted while a step runs: plain values, which whoever reads them can do without torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+
+class Storage(NamedTuple):
+    """A storage that was saved, or given to a module: its number within the micro-batch, and its size."""
+
+    index: int
+    num_bytes: int
+
+
+class Event(NamedTuple):
+    """One moment of a step.
+
+    Attributes:
+        kind: "enter" or "exit" of a module; "save" of a tensor for backward; "load" of it in backward; "mark".
+        what: The name of the module; the number of the save, also for its load; or the label of the mark:
+            "micro-batch", "backward", "update", "end".
+        storages: Of what is saved or given to the module, without those that are there all the time.
+        peak_bytes: The most bytes that were alive since the event before.
+        live_bytes: Bytes alive now.
+        seconds: Since the event before: measured, or estimated.
+        follows: On "enter": the first argument is what the module that was left last has returned.
+        others: On "enter": its other arguments, as something that can be compared.
+    """
+
+    kind: Literal["enter", "exit", "save", "load", "mark"]
+    what: Any
+    storages: tuple[Storage, ...] = ()
+    peak_bytes: float = 0.0
+    live_bytes: float = 0.0
+    seconds: float = 0.0
+    follows: bool = False
+    others: Any = None

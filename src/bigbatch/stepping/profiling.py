@@ -1,0 +1,139 @@
+"""What a model costs, found by running the real step without numbers: ``profile``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.batch.resizing import micro_batch_of
+from bigbatch.batch.structure import is_array, leaves
+from bigbatch.errors import RecomputeError
+from bigbatch.memory.naming import unwrapped
+from bigbatch.memory.switching import check_can_be_put_on
+from bigbatch.memory.trace import Price
+from bigbatch.planning.blocks import Node, find_blocks
+from bigbatch.planning.costs import Line, MemoryProfile
+from bigbatch.planning.slots import MicroBatch, ShapesDependOnSizeError, Traced, micro_batches, read_slots
+from bigbatch.stepping.shadow import CannotBeTracedError, Record, Shadow
+from bigbatch.stepping.step import Step
+from bigbatch.values import Plan
+
+_SIZES = (2, 8)
+"""Micro-batches that are traced. Two give a line; a single sample is often a special case, and many cost no more."""
+
+
+def profile_of(step: Step, shadow: Shadow, batch: Any, *, price: Price | None = None) -> MemoryProfile:
+    """Trace the step twice, with a small and a large micro-batch in either order.
+
+    Raises:
+        CannotBeTracedError: Fake tensors cannot follow it, or it is another one for each size.
+    """
+    small, large = _SIZES
+    plain = Plan(micro_batch_size=large)
+    # The optimizers make their state in the first step, so what is resident is read from the second one.
+    up = shadow.run((small, large), plain, closely=True, price=price)
+    down = shadow.run((large, small), plain, closely=True, price=price)
+    first_small, later_large = micro_batches(up.events, up.sizes)
+    first_large, later_small = micro_batches(down.events, down.sizes)
+    traced = Traced(first=(first_small, first_large), later=(later_small, later_large))
+    tree = _tree_of(shadow.step.model)
+    blocks = {name: tree[name].kind for name in find_blocks(tree, later_small.forward)}
+    try:
+        storages, slots = read_slots(traced, blocks, _may_recompute(shadow.step.model, blocks), _neighbours(tree))
+    except ShapesDependOnSizeError as error:
+        raise CannotBeTracedError(str(error)) from error
+    return MemoryProfile(
+        **_resident(shadow, step, down, first_large, later_small),
+        batch=Line(0.0, _bytes_per_sample(step, batch)),
+        storages=storages,
+        slots=slots,
+        micro_seconds=tuple((m.num_samples, m.seconds) for m in traced.later) if price is not None else (),
+        update_seconds=_seconds_of_update(down),
+        smallest_micro_batch=step.accumulator.smallest_micro_batch,
+        model=type(unwrapped(step.model)).__name__,
+        optimizer=" + ".join(type(optimizer).__name__ for optimizer in step.optimizers),
+    )
+
+
+def _resident(shadow: Shadow, step: Step, record: Record, first: MicroBatch, later: MicroBatch) -> dict[str, Any]:
+    """Bytes by kind. What is alive when the first micro-batch begins, and is none of the others, is ``other_bytes``."""
+    fake = shadow.step
+    seen: set[int] = set()
+    kinds = {
+        "parameter_bytes": _num_bytes(fake.named_parameters().values(), seen)
+        + _num_bytes(fake.model.parameters(), seen),
+        "buffer_bytes": _num_bytes(fake.model.buffers(), seen),
+        "average_bytes": _num_bytes(_tensors_of(fake.options.ema), seen),
+        "optimizer_bytes": _num_bytes([v for o in fake.optimizers for s in o.state.values() for v in leaves(s)], seen),
+    }
+    gradients = later.live_bytes - first.live_bytes
+    update = max((event.peak_bytes for event in _events_of_update(record)), default=0.0)
+    return {
+        **kinds,
+        "gradient_bytes": int(gradients),
+        "other_bytes": int(first.live_bytes - record.micro_batch_bytes - sum(kinds.values())),
+        "update_bytes": int(max(0.0, update - first.live_bytes - gradients)),
+    }
+
+
+def _events_of_update(record: Record) -> list[Any]:
+    starts = [i for i, event in enumerate(record.events) if event.kind == "mark" and event.what == "update"]
+    return record.events[starts[-1] + 1 :]
+
+
+def _seconds_of_update(record: Record) -> float:
+    return sum(event.seconds for event in _events_of_update(record))
+
+
+def _tensors_of(ema: Any) -> list[torch.Tensor]:
+    return [*ema.parameters(), *ema.buffers()] if isinstance(ema, nn.Module) else []
+
+
+def _num_bytes(values: Any, seen: set[int]) -> int:
+    """Bytes of the storages of these that were not seen before."""
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            total += 0 if storage._cdata in seen else storage.nbytes()
+            seen.add(storage._cdata)
+    return total
+
+
+def _bytes_per_sample(step: Step, batch: Any) -> float:
+    """Bytes of one sample as it lies on the device."""
+    micro_batch = micro_batch_of(batch, 4, step.options)
+    arrays = [value for value in leaves(micro_batch) if is_array(value)]
+    return sum(array.nbytes for array in arrays) / 4
+
+
+def _tree_of(model: nn.Module) -> dict[str, Node]:
+    lists = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return {
+        name: Node(
+            type(module).__name__,
+            tuple(f"{name}.{child}".lstrip(".") for child, inner in module._modules.items() if inner is not None),
+            isinstance(module, lists),
+        )
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
+
+
+def _neighbours(tree: dict[str, Node]) -> set[tuple[str, str]]:
+    return {
+        pair for node in tree.values() if node.is_list for pair in zip(node.children, node.children[1:], strict=False)
+    }
+
+
+def _may_recompute(model: nn.Module, blocks: dict[str, str]) -> set[str]:
+    found = set()
+    for name in blocks:
+        try:
+            check_can_be_put_on(model.get_submodule(name), name, in_group=False)
+        except RecomputeError:
+            continue
+        found.add(name)
+    return found

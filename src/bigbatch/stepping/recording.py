@@ -1,0 +1,46 @@
+"""Let a step run with a recorder: its micro-batches, their backward and the update are marked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from bigbatch.memory.trace import FakeRecorder, Recorder
+
+if TYPE_CHECKING:
+    from bigbatch.stepping.step import Step
+
+
+@contextlib.contextmanager
+def recorded(step: Step, recorder: Recorder, *, closely: bool) -> Iterator[None]:
+    """Within the block, what the step does is noted.
+
+    Args:
+        closely: Note modules and what they save too, and not the marks alone.
+    """
+    accumulator = step.accumulator
+    loss_fn, listener, run = accumulator.loss_fn, step.on_micro_batch, accumulator.run
+
+    def watched(model: Any, micro_batch: Any) -> Any:
+        strictly = recorder.strictly() if isinstance(recorder, FakeRecorder) else contextlib.nullcontext()
+        with strictly, recorder.watching_saves() if closely else contextlib.nullcontext():
+            returned = loss_fn(model, micro_batch)
+        recorder.mark("backward")
+        return returned
+
+    def run_and_mark(*args: Any, **kwargs: Any) -> Any:
+        done = run(*args, **kwargs)
+        recorder.mark("update")
+        return done
+
+    step.on_micro_batch = lambda k, count: recorder.mark("micro-batch")
+    accumulator.loss_fn = watched
+    accumulator.run = run_and_mark
+    try:
+        with recorder.watching_modules() if closely else contextlib.nullcontext():
+            yield
+        recorder.mark("end")
+    finally:
+        step.on_micro_batch, accumulator.loss_fn = listener, loss_fn
+        del accumulator.run

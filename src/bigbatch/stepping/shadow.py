@@ -1,0 +1,172 @@
+"""A step without numbers: a copy of model, optimizers and average as fake tensors, run by the real ``Step``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.grad_scaler import GradScaler
+
+from bigbatch.batch.logical import LogicalBatch
+from bigbatch.batch.resizing import micro_batch_of
+from bigbatch.batch.structure import is_array, leaves
+from bigbatch.memory.events import Event
+from bigbatch.memory.fakes import fake_copy
+from bigbatch.memory.naming import unwrapped
+from bigbatch.memory.recompute import apply
+from bigbatch.memory.trace import FakeRecorder, Price
+from bigbatch.stepping.recording import recorded
+from bigbatch.stepping.step import Step
+from bigbatch.values import Plan, StepOptions
+
+
+class CannotBeTracedError(Exception):
+    """A model does something that fake tensors cannot follow; the text says what."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a shadow step was seen to do.
+
+    Attributes:
+        events: In order.
+        sizes: Samples in its micro-batches.
+        peak_bytes: The most bytes that were alive.
+        micro_batch_bytes: Of the micro-batches that were given to it.
+    """
+
+    events: list[Event]
+    sizes: tuple[int, ...]
+    peak_bytes: int
+    micro_batch_bytes: int
+
+
+class Shadow:
+    """Runs steps of a fake copy of what a ``Step`` has; the original is only read.
+
+    The copy's optimizers begin without state and make it in their first step. What makes micro-batches of a batch and
+    weighs them runs on the real ones.
+
+    Args:
+        step: The original; its model may lie on any device, also ``meta``.
+        batch: What a step gets; real, or fake itself.
+
+    Raises:
+        CannotBeTracedError: It cannot be copied.
+    """
+
+    def __init__(self, step: Step, batch: Any):
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._batch = batch
+        self._real_options = step.options
+        with cannot_be_traced():
+            self.step = _fake_step(step, self.mode)
+        self._static = frozenset(
+            tensor.untyped_storage()._cdata
+            for module in (self.step.model, self.step.options.ema)
+            if isinstance(module, nn.Module)
+            for tensor in (*module.parameters(), *module.buffers())
+        )
+
+    def run(self, sizes: Sequence[int], plan: Plan, *, closely: bool = False, price: Price | None = None) -> Record:
+        """Make a step of micro-batches of these sizes.
+
+        Args:
+            plan: What is recomputed.
+            closely: Note modules and what they save; see ``recorded``.
+            price: See ``FakeRecorder``.
+
+        Raises:
+            CannotBeTracedError: Its memory depends on numbers, or fake tensors cannot follow it.
+            RecomputeError: The plan does not go with the model.
+        """
+        step = self.step
+        apply(plan, step.model)
+        with cannot_be_traced(), torch.random.fork_rng(devices=[]):
+            micro_batches = [self._micro_batch(size) for size in sizes]
+            given = [value for micro_batch in micro_batches for value in leaves(micro_batch) if is_array(value)]
+            given = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+            static = self._static | {tensor.untyped_storage()._cdata for tensor in given}
+            recorder = FakeRecorder(step.model, static, price)
+            recorder.track(step.model, *step.optimizers, step.options.ema, micro_batches)
+            with self.mode, recorder, recorded(step, recorder, closely=closely):
+                step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
+                if isinstance(step.options.ema, nn.Module):
+                    step.update_average()
+            with self.mode:
+                step.clear()
+        num_bytes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in given}
+        peak = max(event.peak_bytes for event in recorder.events)
+        return Record(recorder.events, tuple(sizes), int(peak), sum(num_bytes.values()))
+
+    def _micro_batch(self, size: int) -> Any:
+        if self._real_options.collate is not None:
+            return fake_copy(micro_batch_of(self._batch, size, self._real_options), self.mode)
+        batch = fake_copy(self._batch, self.mode)
+        with self.mode:
+            return micro_batch_of(batch, size, self._real_options)
+
+
+def _fake_step(step: Step, mode: FakeTensorMode) -> Step:
+    options = step.options
+    scaler = options.precision if isinstance(options.precision, GradScaler) else None
+    optimizers = [(type(optimizer), _own_attributes(optimizer)) for optimizer in step.optimizers]
+    model, ema, scaler, attributes = fake_copy((unwrapped(step.model), options.ema, scaler, optimizers), mode)
+    fakes = []
+    for kind, own in attributes:
+        optimizer = kind.__new__(kind)
+        optimizer.__dict__.update(own)
+        optimizer.state.clear()
+        fakes.append(optimizer)
+    options = replace(
+        options,
+        precision=scaler or options.precision,
+        ema=ema,
+        scheduler=None,
+        collate=None,
+        weight=_constant_like(options.weight),
+    )
+    with mode:
+        # Its errors about arguments were raised by the original.
+        return Step(model, step.accumulator.loss_fn, fakes, **_as_keywords(options))
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All but ``step``, which a scheduler puts on the instance, bound to the original."""
+    return {name: value for name, value in vars(optimizer).items() if name != "step"}
+
+
+def _as_keywords(options: StepOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in options.__dataclass_fields__}
+
+
+def _constant_like(weight: Any) -> Any:
+    """A weight with the same terms that looks at nothing: shapes do not depend on it."""
+    if isinstance(weight, Mapping):
+        return {term: _one for term in weight}
+    return _one
+
+
+def _one(micro_batch: Any) -> float:
+    return 1.0
+
+
+@contextlib.contextmanager
+def cannot_be_traced() -> Iterator[None]:
+    """Make ``CannotBeTracedError`` of whatever goes wrong, and keep torch from printing it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        raise CannotBeTracedError(f"{type(error).__name__}: {first}") from error
+    finally:
+        logger.setLevel(level)
