@@ -1,0 +1,1 @@
+"""How good the plans are: predicted against measured."""
