@@ -84,6 +84,11 @@ class Plan(_Json):
         accumulation_steps: Micro-batches in a step of the planned batch; None when written by hand.
         recompute: Modules recomputed in backward, by their names in ``named_modules``. A tuple of names is a group
             of neighbours recomputed as one segment.
+        keep: Pairs of a name in ``recompute`` (not in a group) and what is kept of it, so that it does not run again:
+            ``"attention"``, what kernels of scaled dot product attention return; ``"matmul"``, what matrix products and
+            convolutions return, and attention.
+        offload: Names in ``recompute`` (of a group the first) whose input lies in host memory between forward and
+            backward; on a card only.
         accumulation_dtype: Gradients are added up in this dtype, for example ``"float32"``; None is the default
             of ``StepOptions``.
         peak_bytes: Expected peak of a steady step, in bytes.
@@ -98,6 +103,8 @@ class Plan(_Json):
     peak_bytes: int | None = None
     step_seconds: float | None = None
     budget_bytes: int | None = None
+    keep: tuple[tuple[str, str], ...] = ()
+    offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps"):
@@ -112,6 +119,10 @@ class Plan(_Json):
             )
         # A list would make the plan unhashable, and unequal to its own JSON.
         object.__setattr__(self, "recompute", tuple(e if isinstance(e, str) else tuple(e) for e in self.recompute))
+        _check_keep(self.keep, self.recompute)
+        object.__setattr__(self, "keep", tuple((name, kept) for name, kept in self.keep))
+        _check_offload(self.offload, self.recompute)
+        object.__setattr__(self, "offload", tuple(self.offload))
 
     def to(self, peer: str, *, world_size: int = 1, batch_size: int | None = None) -> dict[str, Any]:
         """The plan in the words of another library, as a dictionary; a warning names what it has no words for.
@@ -283,6 +294,42 @@ def check_batch_dims(batch_dims: object) -> None:
 def _check_choice(name: str, found: object, choices: tuple[str, ...]) -> None:
     if not isinstance(found, str) or found not in choices:
         raise OptionError(f"{name}={found!r}; it is one of {', '.join(map(repr, choices))}.")
+
+
+def _check_keep(keep: Any, recompute: tuple[str | tuple[str, ...], ...]) -> None:
+    pairs = isinstance(keep, tuple | list) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in keep)
+    if not pairs or not all(isinstance(word, str) for pair in keep for word in pair):
+        raise OptionError(f'keep={keep!r}; it holds pairs of a name and a word: keep=(("blocks.0", "attention"),).')
+    for name, kept in keep:
+        _check_choice(f"keep[{name!r}]", kept, ("attention", "matmul"))
+        if name not in recompute:
+            groups = [entry for entry in recompute if name in entry and not isinstance(entry, str)]
+            raise OptionError(
+                f"keep names {name!r}, which is recomputed in the group {groups[0]!r}; of a group nothing is kept. "
+                f"Write its names one by one in recompute=, or leave {name!r} out of keep=."
+                if groups
+                else f"keep names {name!r}, which is not recomputed, so all of it is kept anyway. Write {name!r} in "
+                f"recompute= too, or leave it out of keep=."
+            )
+    if len({name for name, _ in keep}) < len(keep):
+        raise OptionError(f'keep={keep!r} names a module twice; "matmul" keeps attention too: name each once.')
+
+
+def _check_offload(offload: Any, recompute: tuple[str | tuple[str, ...], ...]) -> None:
+    if not isinstance(offload, tuple | list) or not all(isinstance(name, str) for name in offload):
+        raise OptionError(f'offload={offload!r}; it holds names of recomputed modules: offload=("blocks.0",).')
+    groups = [entry for entry in recompute if not isinstance(entry, str) and entry]
+    for name in offload:
+        if name in recompute or any(name == group[0] for group in groups):
+            continue
+        inside = [group for group in groups if name in group]
+        raise OptionError(
+            f"offload names {name!r}, which is not the first of its group {inside[0]!r}: only the input of the group "
+            f"is kept. Write {inside[0][0]!r}."
+            if inside
+            else f"offload names {name!r}, which is not recomputed, and what it saves stays where it is. Write "
+            f"{name!r} in recompute= too, or leave it out of offload=."
+        )
 
 
 def _is_name_or_group(entry: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +12,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bigbatch.errors import warn
 from bigbatch.memory.arguments import Arguments
 from bigbatch.memory.buffers import check_own_parameters, no_other_changes, statistics_set_aside
+from bigbatch.memory.offloading import inputs_on_host
+from bigbatch.memory.selective import KEPT_OPERATIONS, KeptOutputs
 
 
 def run_recomputed(
@@ -20,6 +24,9 @@ def run_recomputed(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     modules: Sequence[nn.Module] | None = None,
+    *,
+    keep: str | None = None,
+    offload: bool = False,
 ) -> Any:
     """Return ``function(*args, **kwargs)``; what it saves for backward is dropped and computed again there.
 
@@ -31,6 +38,8 @@ def run_recomputed(
 
     Args:
         modules: All modules that ``function`` runs; None: not known.
+        keep: A word of ``KEPT_OPERATIONS``: what these operations return is kept, and they do not run again.
+        offload: Keep the inputs in host memory; see ``inputs_on_host``.
 
     Raises:
         RecomputeError: One of the modules changes a buffer in a way that a second run would repeat, or runs with
@@ -40,9 +49,13 @@ def run_recomputed(
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(_run_or_trace, [], function, tuple(args), dict(kwargs), use_reentrant=False)
-    call = _Call(function, args, kwargs, modules)
+    call = _Call(function, args, kwargs, modules, None if keep is None else KeptOutputs(KEPT_OPERATIONS[keep]))
     tensors, call.arguments.tensors = call.arguments.tensors, []
-    return checkpoint(call, *tensors, use_reentrant=False)
+    with inputs_on_host(tensors) if offload else contextlib.nullcontext():
+        output = checkpoint(call, *tensors, use_reentrant=False)
+    if call.kept is not None and not call.kept:
+        _warn_nothing_kept(keep, _described(function, args))
+    return output
 
 
 def _run_or_trace(state: list[_Call], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -67,8 +80,10 @@ class _Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         modules: Sequence[nn.Module] | None,
+        kept: KeptOutputs | None = None,
     ):
         self.arguments = Arguments(args, kwargs)
+        self.kept = kept
         self._function = function
         self._modules = modules
         self._given: tuple[Sequence[Any], Mapping[str, Any]] | None = (args, kwargs)
@@ -78,14 +93,19 @@ class _Call:
             # The first run changes what the caller gave. Afterwards nothing of that may stay alive in here.
             (args, kwargs), self._given = self._given, None
             check_own_parameters(self._modules or ())
-            with no_other_changes(self._modules or ()):
+            recording = _NOTHING if self.kept is None else self.kept.recording()
+            with no_other_changes(self._modules or ()), recording:
                 return self._function(*args, **kwargs)
         args, kwargs = self.arguments.rebuild(tensors)
         modules, are_all = self._modules, True
         if modules is None:
             modules, are_all = modules_of(self._function, args)
-        with statistics_set_aside(modules, and_any_met=not are_all):
+        replaying = _NOTHING if self.kept is None else self.kept.replaying()
+        with statistics_set_aside(modules, and_any_met=not are_all), replaying:
             return self._function(*args, **kwargs)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def modules_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[list[nn.Module], bool]:
@@ -102,3 +122,20 @@ def modules_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[list[
     found = [value for value in (*args, *named) if isinstance(value, nn.Module)]
     # And a compiled module warns about any global hook.
     return found, any("_orig_mod" in inner._modules for module in found for inner in module.modules())
+
+
+def _described(function: Callable[..., Any], args: Sequence[Any]) -> str:
+    found, _ = modules_of(function, args)
+    return type(found[0]).__name__ if found else getattr(function, "__name__", type(function).__name__)
+
+
+@functools.cache
+def _warn_nothing_kept(keep: str, what: str) -> None:
+    """Once in a process: else a step would say it for each layer and micro-batch."""
+    why = (
+        "no fused attention kernel ran in it (on CPU there is none with dropout in the attention, nor where a model "
+        'multiplies the matrices itself). Write "matmul", or leave it out'
+        if keep == "attention"
+        else "no matrix product or convolution ran in it. Leave it out"
+    )
+    warn(f"keep={keep!r} kept nothing of {what}, which is recomputed as a whole: {why}.")

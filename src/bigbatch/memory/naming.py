@@ -34,6 +34,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile runs it as a whole."""
+    inside = model._modules.get("module") if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    return any(
+        one is not None and ("_orig_mod" in one._modules or one._compiled_call_impl is not None)
+        for one in (model, inside)
+    )
+
+
 def resolve(root: nn.Module, names: Names) -> list[dict[str, nn.Module]]:
     """For each entry of a plan its modules by name: one, or those of a group in order.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from bigbatch.errors import ArgumentError, BigBatchWarning
 from bigbatch.memory.checkpointing import run_recomputed
-from bigbatch.memory.naming import Names, resolve, unwrapped
+from bigbatch.memory.naming import is_compiled, resolve, unwrapped
 from bigbatch.memory.switching import put_off_own_switch, put_on, put_on_segment, take_off
 from bigbatch.values import Plan
 
@@ -75,7 +75,7 @@ class Recomputing:
         """Put back what was on before. A second time, or when another ``apply`` came after, nothing happens."""
         if _applied(self._root) == self._applied:
             _take_off_all(self._root)
-            _put_on_all(self._root, self._before, resolve(self._root, self._before.names))
+            _put_on_all(self._root, self._before, resolve(self._root, self._before.plan.recompute))
         self._applied = None
 
     def __enter__(self) -> Recomputing:
@@ -102,7 +102,8 @@ def apply(plan: Plan | None, model: nn.Module) -> Recomputing:
         plan: ``plan.recompute`` names modules as ``model.named_modules()`` does, without the prefixes of DDP and
             torch.compile. A tuple of names is a group of neighbours recomputed as one segment: children of one
             ``nn.Sequential``, or entries of one ``nn.ModuleList``, in order, each called with what the one before
-            returned. None: recompute nothing.
+            returned. ``plan.keep`` and ``plan.offload`` say of some of them what is kept, and that their input lies in
+            host memory. None: recompute nothing.
         model: May be wrapped in DDP or compiled.
 
     Returns:
@@ -117,8 +118,8 @@ def apply(plan: Plan | None, model: nn.Module) -> Recomputing:
             f'Write bb.apply(bb.Plan(micro_batch_size=8, recompute=("name",)), model).'
         )
     root = unwrapped(model)
-    applied = _Applied() if plan is None else _Applied(next(_tokens), plan.recompute)
-    entries = resolve(root, applied.names)
+    applied = _Applied() if plan is None else _Applied(next(_tokens), plan)
+    entries = resolve(root, applied.plan.recompute)
     before = _applied(root)
     _take_off_all(root)
     mechanism, num_switched_off = _put_on_all(root, applied, entries)
@@ -129,14 +130,24 @@ def apply(plan: Plan | None, model: nn.Module) -> Recomputing:
             BigBatchWarning,
             stacklevel=2,
         )
+    if plan is not None and (plan.keep or plan.offload) and is_compiled(model):
+        warnings.warn(
+            "keep= and offload= have no effect in a compiled model: the compiler decides what it keeps of a recomputed "
+            "module, and where. Leave them out, or do not compile.",
+            BigBatchWarning,
+            stacklevel=2,
+        )
     return Recomputing(root, applied, before, mechanism)
 
 
+_NO_PLAN = Plan(micro_batch_size=1)
+
+
 class _Applied(NamedTuple):
-    """Which call of ``apply`` is in force in a model (0: none), and the names it was given."""
+    """Which call of ``apply`` is in force in a model (0: none), and the plan it was given."""
 
     token: int = 0
-    names: Names = ()
+    plan: Plan = _NO_PLAN
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # A model that was pickled comes back with recompute off, and says so.
@@ -159,12 +170,14 @@ def _put_on_all(root: nn.Module, applied: _Applied, entries: list[dict[str, nn.M
     mechanism: dict[str, str] = {}
     if applied.token == 0:
         return mechanism, 0
+    keep, offload = dict(applied.plan.keep), applied.plan.offload
     for entry in entries:
+        name, module = next(iter(entry.items()))
         if len(entry) > 1:
-            put_on_segment(tuple(entry.values()), tuple(entry))
+            put_on_segment(tuple(entry.values()), tuple(entry), offload=name in offload)
             mechanism.update(dict.fromkeys(entry, "bigbatch"))
         else:
-            mechanism.update({name: put_on(module) for name, module in entry.items()})
+            mechanism[name] = put_on(module, keep=keep.get(name), offload=name in offload)
     root.__dict__[_APPLIED] = applied
     return mechanism, sum(put_off_own_switch(module) for module in root.modules())
 

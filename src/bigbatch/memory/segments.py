@@ -24,11 +24,12 @@ _NEXT = "_bigbatch_next"
 
 
 class Place(NamedTuple):
-    """A module's place in its segment."""
+    """A module's place in its segment, and whether the input of the segment lies on the host."""
 
     members: tuple[nn.Module, ...]
     names: tuple[str, ...]
     position: int
+    offload: bool = False
 
 
 @dataclass
@@ -79,7 +80,7 @@ def _run_all(
                 keep.append(x)
         return x
 
-    run_recomputed(run, args, kwargs, modules=place.members)
+    run_recomputed(run, args, kwargs, modules=place.members, offload=place.offload)
     outputs.reverse()  # The next one is at the end.
     output = outputs.pop()
     _carry(output, _Handover(place.members, 1, outputs, output._version, args[1:], kwargs))

@@ -22,11 +22,12 @@ from bigbatch.memory.checkpointing import run_recomputed
 from bigbatch.memory.segments import Place, call_in_segment
 
 # Attributes of a module that is recomputed: what of it is ours ("forward", "_call_impl" or "switch"), what it had there
-# itself, its place in a group, and that our forward is under somebody's wrapper.
+# itself, its place in a group, how it is recomputed, and that our forward is under somebody's wrapper.
 _ON = "_bigbatch_on"
 _BEFORE = {"forward": "_bigbatch_before_forward", "_call_impl": "_bigbatch_before_call"}
 _SWITCH_BEFORE = "_bigbatch_before_switch"
 _PLACE = "_bigbatch_place"
+_HOW = "_bigbatch_how"
 _UNDER = "_bigbatch_under"
 # Marks our functions.
 _OURS = "_bigbatch_is_ours"
@@ -34,20 +35,27 @@ _OURS = "_bigbatch_is_ours"
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
-def put_on(module: nn.Module) -> str:
-    """Recompute this module; returns by which mechanism: ``"bigbatch"`` or ``"transformers"``."""
+def put_on(module: nn.Module, *, keep: str | None = None, offload: bool = False) -> str:
+    """Recompute this module; returns by which mechanism: ``"bigbatch"`` or ``"transformers"``.
+
+    Args:
+        keep: As in ``run_recomputed``, and so is ``offload``.
+    """
+    how = dict(keep=keep, offload=offload)
     if is_transformers_layer(module):
-        _switch(module, {_FLAG: True, _FUNCTION: _checkpoint_layer})
+        _switch(module, {_FLAG: True, _FUNCTION: functools.partial(_checkpoint_layer, how)})
         return "transformers"
     _replace(module, "forward", _recomputed_forward(type(module)))
+    module.__dict__[_HOW] = how
     return "bigbatch"
 
 
-def put_on_segment(members: tuple[nn.Module, ...], names: tuple[str, ...]) -> None:
-    """Recompute these neighbours as one segment."""
+def put_on_segment(members: tuple[nn.Module, ...], names: tuple[str, ...], *, offload: bool = False) -> None:
+    """Recompute these neighbours as one segment; its input lies on the host if ``offload``."""
     for position, module in enumerate(members):
         _replace(module, "_call_impl", _call_impl)
         module.__dict__[_PLACE] = (members, names, position)
+        module.__dict__[_HOW] = dict(offload=offload)
 
 
 def put_off_own_switch(module: nn.Module) -> bool:
@@ -65,6 +73,7 @@ def take_off(module: nn.Module) -> None:
     if name is None:
         return
     attributes.pop(_PLACE, None)
+    attributes.pop(_HOW, None)
     for switch, (was_there, before) in attributes.pop(_SWITCH_BEFORE, {}).items():
         del attributes[switch]
         if was_there:
@@ -105,7 +114,7 @@ def _recomputed_forward(kind: type[nn.Module]) -> Callable[..., Any]:
         plain = _plain(self, "forward")
         if self.__dict__.get(_ON) != "forward":
             return plain(*args, **kwargs)
-        return run_recomputed(plain, args, kwargs, modules=(self,))
+        return run_recomputed(plain, args, kwargs, modules=(self,), **self.__dict__[_HOW])
 
     # pickle stores a method by its name, and finds the class's own again when it loads.
     forward.__name__ = "forward"
@@ -121,7 +130,7 @@ def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         # The compiler cannot follow outputs that travel on tensors.
         return run_recomputed(plain, args, kwargs, modules=(self,))
-    place = Place(*self.__dict__[_PLACE])
+    place = Place(*self.__dict__[_PLACE], **self.__dict__[_HOW])
     return call_in_segment(place, functools.partial(_plain, name="_call_impl"), args, kwargs)
 
 
@@ -159,8 +168,8 @@ def _switch(module: nn.Module, values: dict[str, Any]) -> None:
     attributes[_ON] = "switch"
 
 
-def _checkpoint_layer(function: Callable[..., Any], *args: Any) -> Any:
-    """What a layer of transformers calls in place of ``torch.utils.checkpoint.checkpoint``.
+def _checkpoint_layer(how: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+    """What a layer of transformers calls in place of ``torch.utils.checkpoint.checkpoint``, ``how`` put before it.
 
     The layer has taken caches out of its named arguments: in a second run they would grow again. Some models give them
     by position (GPT-2, unless the whole model is checkpointed), so here they are taken out of these too.
@@ -170,4 +179,4 @@ def _checkpoint_layer(function: Callable[..., Any], *args: Any) -> Any:
         # The tensors among the named arguments must be seen, to be saved and freed.
         kwargs, function = function.keywords, functools.partial(function.func, *function.args)
     caches = loaded_types("transformers.cache_utils", "Cache")
-    return run_recomputed(function, [None if isinstance(value, caches) else value for value in args], kwargs)
+    return run_recomputed(function, [None if isinstance(value, caches) else value for value in args], kwargs, **how)
