@@ -1,0 +1,197 @@
+"""The peak and the time of a step for any choice of micro-batch sizes and recomputed blocks, without running it.
+
+Going forward, each slot puts storages on hold until its backward: what it saves; when it is recomputed, what goes into
+it; nothing when it comes later in a group. A slot sees the bytes held before it and its own work. With a group $i..k$
+recomputed as one, its backward sees, for each member $t$,
+
+$$ \\mathrm{held}(i) + |\\mathrm{saved}(i..t)| + \\mathrm{backward}(t), $$
+
+where held$(i)$ counts up to the inputs of $i$: what later slots held is free by then. This is why a position counts,
+and why a sum of saved bytes is no bound on the peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bigbatch.planning.chain import Chain, Segment
+from bigbatch.planning.costs import Line, MemoryProfile
+from bigbatch.planning.seconds import recompute_seconds, seconds_without_recompute
+
+
+class Move(NamedTuple):
+    """A slot that is kept, or a segment that is recomputed.
+
+    Attributes:
+        last: Its last slot.
+        need: The most bytes alive in its forward and its backward, beyond those held before it.
+        gain: Bytes that it holds until its backward.
+    """
+
+    last: int
+    need: int
+    gain: int
+
+
+class Phase:
+    """A micro-batch of one size, as the first one of a step, as a later one, or as the larger of the two."""
+
+    def __init__(self, profile: MemoryProfile, chain: Chain, num_samples: int, *, is_first: bool, is_later: bool):
+        self.chain = chain
+        self._storages = [_whole(line, num_samples) for line in profile.storages]
+        self._bytes_of_bits: dict[int, int] = {0: 0}
+        self._moves: dict[tuple[int, int], tuple[Move, list[Move]]] = {}
+        gradients = profile.gradient_bytes
+
+        def both(first: Line, later: Line) -> int:
+            as_first = _whole(first, num_samples) if is_first else 0
+            return max(as_first, gradients + _whole(later, num_samples)) if is_later else as_first
+
+        slots = chain.slots
+        self._passes = [both(slot.forward, slot.forward) for slot in slots]
+        self.backward = [both(slot.backward_first, slot.backward) for slot in slots]
+        self._pending = [both(slot.pending_first, slot.pending) for slot in slots]
+        self._forward = [_whole(slot.forward, num_samples) for slot in slots]
+        self._recompute = [_whole(slot.recompute, num_samples) for slot in slots]
+        self.saved_own = [self._sum(storages) for storages in chain.saved_own]
+        self._inputs_own = [self._sum(storages) for storages in chain.inputs_own]
+        self._again_own = [self._sum(storages) for storages in chain.again_own]
+
+    def _sum(self, storages: Sequence[int]) -> int:
+        return sum(self._storages[storage] for storage in storages)
+
+    def _shared(self, bits: int) -> int:
+        """Bytes of a set of shared storages."""
+        found = self._bytes_of_bits.get(bits)
+        if found is None:
+            found, rest = 0, bits
+            while rest:
+                lowest = rest & -rest
+                found, rest = found + self._storages[self.chain.storage_of[lowest]], rest ^ lowest
+            self._bytes_of_bits[bits] = found
+        return found
+
+    def moves(self, start: int, key: int) -> tuple[Move, list[Move]]:
+        """From this slot on: to keep it, and to recompute a segment that begins with it, by its ends.
+
+        Args:
+            key: The shared storages that are held before (see ``Chain``).
+        """
+        place = start, key
+        if place not in self._moves:
+            self._moves[place] = self.keep(start, key), self.segments(start, key, self.chain.ends[start])
+        return self._moves[place]
+
+    def keep(self, slot: int, key: int) -> Move:
+        """To recompute nothing of this slot."""
+        gain = self.saved_own[slot] + self._shared(self.chain.saved_bits[slot] & ~key)
+        return Move(slot, max(self._passes[slot], gain + self.backward[slot]), gain)
+
+    def segments(self, start: int, key: int, ends: Sequence[int]) -> list[Move]:
+        """To recompute from this slot to each of these ends, ascending."""
+        if not ends:
+            return []
+        chain, moves = self.chain, []
+        gain = self._inputs_own[start] + self._shared(chain.inputs_bits[start] & ~key)
+        held = key | chain.inputs_bits[start]
+        passes, again, whole, backward = self._passes[start], 0, 0, 0
+        for slot in range(start, ends[-1] + 1):
+            if slot > start:
+                passes = max(passes, gain + self._passes[slot])
+            before = again
+            again += self._again_own[start] if slot == start else self.saved_own[slot]
+            again += self._shared(chain.saved_bits[slot] & ~held)
+            held |= chain.saved_bits[slot]
+            backward = max(backward, again + self.backward[slot])
+            if slot in ends:
+                # The last member stops at its last save; those before it run to their end.
+                second = max(whole, before + self._recompute[slot]) + self._pending[slot]
+                moves.append(Move(slot, max(passes, gain + max(second, backward)), gain))
+            whole = max(whole, before + self._forward[slot])
+        return moves
+
+    def peak(self, segments: Sequence[Segment]) -> int:
+        """The most bytes alive beyond what is resident, with these segments recomputed."""
+        chain, last_of = self.chain, dict(segments)
+        peak, held, key, slot = 0, 0, 0, 0
+        while slot < len(chain.slots):
+            last = last_of.get(slot)
+            if last is None:
+                move, bits = self.keep(slot, key), chain.saved_bits[slot]
+            else:
+                (move,), bits = self.segments(slot, key, (last,)), chain.inputs_bits[slot]
+            peak, held, key, slot = max(peak, held + move.need), held + move.gain, key | bits, move.last + 1
+        return peak
+
+
+class Simulation:
+    """Steps of a batch that is cut in one way: bytes and seconds for any choice of recomputed blocks.
+
+    Attributes:
+        sizes: Samples in each micro-batch.
+        phases: One, or two when the first micro-batch is larger than all later ones.
+        fixed_bytes: What is alive at every moment: the resident bytes and the batch.
+        update_bytes: The most bytes of the update beyond those.
+        workspace_bytes: What kernels need beyond counted storages.
+        plain_seconds: Of a step that recomputes nothing.
+    """
+
+    def __init__(self, profile: MemoryProfile, sizes: Sequence[int], chain: Chain | None = None):
+        self.sizes = tuple(sizes)
+        self.chain = chain or Chain(profile)
+        first, later = sizes[0], max(sizes[1:], default=0)
+        self.phases = [Phase(profile, self.chain, first, is_first=True, is_later=later == first)]
+        if later not in (0, first):
+            self.phases.append(Phase(profile, self.chain, later, is_first=False, is_later=True))
+        batch = _whole(profile.batch, sum(sizes) if profile.batch_is_whole else max(sizes))
+        self.fixed_bytes = profile.resident_bytes + batch
+        self.update_bytes = profile.gradient_bytes + profile.update_bytes
+        self.workspace_bytes = _whole(profile.workspace, max(sizes))
+        self.plain_seconds = seconds_without_recompute(profile, sizes)
+        forward, self._last_seconds = recompute_seconds(profile, sizes)
+        self._seconds_before = [0.0]
+        for seconds in forward:
+            self._seconds_before.append(self._seconds_before[-1] + seconds)
+
+    def seconds_of(self, first: int, last: int) -> float:
+        """Seconds that recomputing these slots as one adds to a step."""
+        return self._seconds_before[last] - self._seconds_before[first] + self._last_seconds[last]
+
+    def whole_seconds_of(self, slot: int) -> float:
+        """Seconds that a whole second forward of this slot adds to a step."""
+        return self._seconds_before[slot + 1] - self._seconds_before[slot]
+
+    def peak_of(self, segments: Sequence[Segment]) -> int:
+        """Peak of a steady step in bytes, without workspace."""
+        return self.fixed_bytes + max(self.update_bytes, *(phase.peak(segments) for phase in self.phases))
+
+    def step_seconds_of(self, segments: Sequence[Segment]) -> float:
+        """Seconds of a step."""
+        return self.plain_seconds + sum(self.seconds_of(*segment) for segment in segments)
+
+
+def peak_bytes(profile: MemoryProfile, sizes: Sequence[int], recompute: Sequence[str | tuple[str, ...]] = ()) -> int:
+    """Peak of a steady step, in bytes, workspace of kernels not counted.
+
+    Args:
+        sizes: Samples in each micro-batch, as ``batch.sizes.micro_batch_sizes`` cuts them.
+        recompute: Names of modules, and groups of neighbours, as in ``Plan.recompute``.
+
+    Raises:
+        OptionError: ``recompute`` names what the profile does not have.
+    """
+    simulation = Simulation(profile, sizes)
+    return simulation.peak_of(simulation.chain.segments_of(recompute))
+
+
+def step_seconds(profile: MemoryProfile, sizes: Sequence[int], recompute: Sequence[str | tuple[str, ...]] = ()) -> float:
+    """Seconds of a step; arguments and errors are those of ``peak_bytes``."""
+    simulation = Simulation(profile, sizes)
+    return simulation.step_seconds_of(simulation.chain.segments_of(recompute))
+
+
+def _whole(line: Line, num_samples: int) -> int:
+    """Bytes of a line, never less; what rounding left of a whole number is not a byte more."""
+    return max(0, math.ceil(line.fixed + line.per_sample * num_samples - 1e-3))

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+import bigbatch as bb
+from bigbatch.batch.sizes import micro_batch_sizes
+from bigbatch.planning.costs import Line, MemoryProfile
+from bigbatch.planning.search import frontier, search
+from bigbatch.planning.simulate import Simulation, peak_bytes, step_seconds
+from tests.planning.profiles import equal_blocks, every_choice, random_profile, unet
+from tests.planning.test_simulate import untimed, with_repeated_name
+
+MARGIN = 0.02
+
+
+class Option(NamedTuple):
+    needed: int
+    seconds: float
+    size: int
+    recompute: tuple
+
+
+def exhaustive(profile: MemoryProfile, batch_size: int) -> list[Option]:
+    """Every micro-batch size with every choice of what to recompute."""
+    options = []
+    choices = every_choice(profile)
+    for size in range(1, batch_size + 1):
+        sizes = micro_batch_sizes(batch_size, size, profile.smallest_micro_batch)
+        if min(sizes) < min(profile.smallest_micro_batch, batch_size) or len(set(sizes)) != len(set(sizes[:-1])) > 1:
+            continue
+        simulation = Simulation(profile, sizes)
+        for recompute in choices:
+            segments = simulation.chain.segments_of(recompute)
+            needed = simulation.peak_of(segments) + simulation.workspace_bytes
+            options.append(Option(needed, simulation.step_seconds_of(segments), size, recompute))
+    return options
+
+
+def budgets(options: list[Option], count: int = 10) -> list[int]:
+    """From just below what works to beyond what is ever needed."""
+    low, high = min(o.needed for o in options), max(o.needed for o in options)
+    return [round(low * (high / low) ** (step / (count - 1)) / (1 - MARGIN)) + step - 2 for step in range(count)]
+
+
+def check_against(options: list[Option], profile: MemoryProfile, batch_size: int) -> None:
+    for budget in budgets(options):
+        fitting = [option for option in options if option.needed <= math.floor(budget * (1 - MARGIN))]
+        if not fitting:
+            with pytest.raises(bb.BudgetError) as caught:
+                search(profile, batch_size=batch_size, budget_bytes=budget, margin=MARGIN)
+            check_smallest(caught.value.smallest_bytes, options, profile, batch_size)
+            continue
+        plan = search(profile, batch_size=batch_size, budget_bytes=budget, margin=MARGIN)
+        check_is_what_it_says(plan, profile, batch_size, budget)
+        assert plan.step_seconds == pytest.approx(min(option.seconds for option in fitting), rel=1e-9), plan
+
+
+def check_smallest(smallest_bytes: int | None, options: list[Option], profile: MemoryProfile, batch_size: int) -> None:
+    """That budget works, one byte less does not, and nobody finds a smaller one."""
+    assert smallest_bytes is not None
+    least = min(option.needed for option in options)
+    assert math.floor(smallest_bytes * (1 - MARGIN)) >= least > math.floor((smallest_bytes - 1) * (1 - MARGIN))
+    search(profile, batch_size=batch_size, budget_bytes=smallest_bytes, margin=MARGIN)
+    with pytest.raises(bb.BudgetError):
+        search(profile, batch_size=batch_size, budget_bytes=smallest_bytes - 1, margin=MARGIN)
+
+
+def check_is_what_it_says(plan: bb.Plan, profile: MemoryProfile, batch_size: int, budget: int) -> None:
+    sizes = micro_batch_sizes(batch_size, plan.micro_batch_size, profile.smallest_micro_batch)
+    assert plan.peak_bytes == peak_bytes(profile, sizes, plan.recompute)
+    assert plan.peak_bytes + profile.workspace.at(max(sizes)) <= budget * (1 - MARGIN), "over budget"
+    assert plan.step_seconds == pytest.approx(step_seconds(profile, sizes, plan.recompute), rel=1e-12)
+    assert (plan.accumulation_steps, plan.budget_bytes) == (len(sizes), budget)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_plan_is_the_best_of_all_there_are(seed):
+    profile = random_profile(seed, num_blocks=2 + seed % 5, smallest_micro_batch=1 + seed % 2)
+    batch_size = 1 + seed % 7
+
+    check_against(exhaustive(profile, batch_size), profile, batch_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size"), [("equal", 3), ("unequal", 2), ("skips", 3), ("heavy head", 2), ("repeated", 5)]
+)
+def test_plan_of_a_longer_chain_is_the_best_of_all_there_are(name, batch_size):
+    profile = {
+        "equal": lambda: equal_blocks(8),
+        "unequal": lambda: random_profile(100, num_blocks=10),
+        "skips": unet,
+        "heavy head": heavy_head,
+        "repeated": lambda: with_repeated_name(random_profile(7, num_blocks=7)),
+    }[name]()
+
+    check_against(exhaustive(profile, batch_size), profile, batch_size)
+
+
+def heavy_head() -> MemoryProfile:
+    """Logits and loss take more than all blocks: recompute of blocks that run before helps, of none it is enough."""
+    profile = equal_blocks(6)
+    head = dataclasses.replace(profile.slots[-1], forward=Line(0, 9000), backward=Line(0, 12000))
+    return dataclasses.replace(profile, slots=(*profile.slots[:-1], head))
+
+
+def test_the_micro_batch_size_and_what_is_recomputed_are_chosen_together():
+    """Neither the largest micro-batch nor the one without recompute is always best: both happen."""
+    profile = equal_blocks(8)
+    options = exhaustive(profile, 6)
+    plans = [search(profile, batch_size=6, budget_bytes=budget) for budget in budgets(options, 40)[3:]]
+
+    largest = [max(o.size for o in options if o.needed <= (plan.budget_bytes or 0) * 0.98) for plan in plans]
+    assert any(plan.micro_batch_size < size for plan, size in zip(plans, largest, strict=True))
+    assert any(plan.recompute for plan in plans)
+    assert any(isinstance(entry, tuple) for plan in plans for entry in plan.recompute), "groups are never chosen"
+
+
+def test_saved_bytes_without_positions_break_the_budget():
+    """Control: dropping enough saved bytes, wherever their blocks are, is not what keeps a peak down."""
+    profile, sizes = unet(), [4, 4]
+    simulation = Simulation(profile, sizes)
+    choices = [choice for choice in every_choice(profile) if all(isinstance(entry, str) for entry in choice)]
+    direct = simulation.peak_of(())
+    peaks = {choice: simulation.peak_of(simulation.chain.segments_of(choice)) for choice in choices}
+    own = {slot.name: sum(profile.storages[s].at(4) for s in slot.saved) for slot in profile.slots if slot.name}
+    over = 0
+    for step in range(20):
+        budget = min(peaks.values()) + (direct - min(peaks.values())) * (step + 0.5) / 20
+        enough = [choice for choice in choices if sum(own[name] for name in choice) >= direct - budget]
+        blind = min(enough, key=lambda choice: step_seconds(profile, sizes, choice))
+        over += peaks[blind] > budget
+        plan = search(profile, batch_size=8, micro_batch_size=4, budget_bytes=math.ceil(budget), margin=0)
+        assert (plan.peak_bytes or 0) <= math.ceil(budget)
+
+    assert over >= 5
+
+
+@functools.cache
+def many_plans() -> list[tuple[MemoryProfile, bb.Plan]]:
+    plans = []
+    for seed in range(20):
+        profile = random_profile(seed, num_blocks=12)
+        plans += [(profile, plan) for plan in frontier(profile, batch_size=1 + random.Random(seed).randrange(12))]
+    return plans
+
+
+def test_nothing_is_recomputed_in_vain():
+    """Leaving out any one entry gives a higher peak than the frontier's plan of that peak."""
+    assert len(many_plans()) > 100
+    for profile, plan in many_plans():
+        batch_size = plan.micro_batch_size * (plan.accumulation_steps or 1)
+        sizes = micro_batch_sizes(batch_size, plan.micro_batch_size, profile.smallest_micro_batch)
+        full = peak_bytes(profile, sizes, plan.recompute)
+        for entry in plan.recompute:
+            rest = tuple(other for other in plan.recompute if other != entry)
+            assert peak_bytes(profile, sizes, rest) > full, (entry, plan)
+
+
+def test_the_last_block_is_not_recomputed_where_the_peak_is_in_its_backward():
+    """With a light head, its backward is the peak, and a second forward only comes on top of it."""
+    profile = equal_blocks(6)
+    plans = frontier(profile, batch_size=1)
+
+    assert any(plan.recompute for plan in plans)
+    assert not any(entry == "blocks.5" for plan in plans[1:] for entry in plan.recompute)
+
+
+def test_a_block_whose_input_is_as_large_as_what_it_saves_is_not_recomputed():
+    profile = equal_blocks(5)
+    slots = [dataclasses.replace(slot, saved=slot.inputs) if slot.name == "blocks.2" else slot for slot in profile.slots]
+
+    plans = frontier(dataclasses.replace(profile, slots=tuple(slots)), batch_size=4)
+
+    assert not any("blocks.2" in plan.recompute for plan in plans)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_frontier_is_monotone_and_every_plan_of_it_is_the_best(seed):
+    profile, batch_size = random_profile(seed, num_blocks=5), 1 + seed % 6
+    options = exhaustive(profile, batch_size)
+    plans = frontier(profile, batch_size=batch_size)
+    peaks = [plan.peak_bytes or 0 for plan in plans]
+    seconds = [plan.step_seconds or 0.0 for plan in plans]
+
+    assert peaks == sorted(set(peaks))
+    assert seconds == sorted(set(seconds), reverse=True)
+    assert seconds[-1] == pytest.approx(min(option.seconds for option in options), rel=1e-9)
+    assert len(plans) <= 40
+    leanest = plans[0]
+    simulation = Simulation(profile, micro_batch_sizes(batch_size, leanest.micro_batch_size))
+    assert peaks[0] + simulation.workspace_bytes == min(option.needed for option in options)
+
+
+def test_frontier_of_a_small_model_has_all_that_is_worth_it():
+    profile = equal_blocks(3)
+    options = [option for option in exhaustive(profile, 2) if option.size == 2]
+    worth = {
+        round(o.seconds, 9)
+        for o in options
+        if not any(other.needed <= o.needed and other.seconds < o.seconds * (1 - 1e-9) for other in options)
+    }
+
+    plans = frontier(profile, batch_size=2, micro_batch_size=2, most=1000)
+
+    assert {round(plan.step_seconds or 0, 9) for plan in plans} == worth
+
+
+def test_choices_that_are_held_stay():
+    profile = equal_blocks(4)
+    plenty = {"batch_size": 8, "budget_bytes": 10**9}
+    group = ("blocks.0", ("blocks.2", "blocks.3"))
+
+    assert search(profile, **plenty, micro_batch_size=3).micro_batch_size == 3
+    assert search(profile, **plenty, micro_batch_size=3).accumulation_steps == 3
+    assert search(profile, **plenty, recompute="all").recompute == tuple(f"blocks.{index}" for index in range(4))
+    assert search(profile, **plenty, recompute="none").recompute == ()
+    assert search(profile, **plenty, recompute=group).recompute == group
+    tight = (search(profile, **plenty, recompute=group, micro_batch_size=2).peak_bytes or 0) * 1.03
+    assert search(profile, batch_size=8, budget_bytes=int(tight), recompute=group).recompute == group
+
+
+def test_where_nothing_fits_the_error_says_what_would():
+    profile = equal_blocks(4)
+
+    with pytest.raises(bb.BudgetError) as caught:
+        search(profile, batch_size=8, budget_bytes=10_000)
+    smallest = caught.value.smallest_bytes or 0
+    assert str(caught.value).startswith("No plan fits in 9.77 KiB: even micro-batches of 1 with ")
+    assert "with 2% of it kept free. Raise the budget by " in str(caught.value)
+    assert caught.value.budget_bytes == 10_000
+    assert search(profile, batch_size=8, budget_bytes=smallest).micro_batch_size == 1
+
+    with pytest.raises(bb.BudgetError, match="even micro-batches of 4 with 0 modules recomputed") as caught:
+        search(profile, batch_size=8, budget_bytes=10_000, micro_batch_size=4, recompute="none")
+    needed = caught.value.smallest_bytes or 0
+    assert needed > smallest
+    assert search(profile, batch_size=8, budget_bytes=needed, micro_batch_size=4, recompute="none").recompute == ()
+
+
+def test_the_workspace_counts_against_the_budget():
+    profile = dataclasses.replace(equal_blocks(4), workspace=Line(0, 2000))
+    plain = search(equal_blocks(4), batch_size=4, budget_bytes=10**6)
+
+    assert search(profile, batch_size=4, budget_bytes=10**6).peak_bytes == plain.peak_bytes
+    tight = math.ceil((plain.peak_bytes or 0) / (1 - MARGIN))
+    assert search(equal_blocks(4), batch_size=4, budget_bytes=tight) == dataclasses.replace(plain, budget_bytes=tight)
+    assert search(profile, batch_size=4, budget_bytes=tight) != dataclasses.replace(plain, budget_bytes=tight)
+
+
+def test_batchnorm_never_gets_one_sample():
+    profile = dataclasses.replace(equal_blocks(4), smallest_micro_batch=2)
+
+    for plan in frontier(profile, batch_size=9):
+        assert min(micro_batch_sizes(9, plan.micro_batch_size, 2)) >= 2
+
+
+def test_without_times_the_largest_micro_batch_is_taken_and_nothing_is_recomputed_in_vain():
+    profile = dataclasses.replace(equal_blocks(4), slots=untimed(equal_blocks(4).slots), micro_seconds=())
+
+    plan = search(profile, batch_size=8, budget_bytes=10**9)
+
+    assert (plan.micro_batch_size, plan.recompute) == (8, ())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"batch_size": 0},
+        {"budget_bytes": 0},
+        {"margin": 1},
+        {"margin": -0.1},
+        {"micro_batch_size": 0},
+        {"recompute": "some"},
+        {"recompute": ("head",)},
+    ],
+)
+def test_options_out_of_range_are_refused(option):
+    with pytest.raises(bb.OptionError):
+        search(equal_blocks(2), **{"batch_size": 4, "budget_bytes": 10**9, **option})
+
+
+def test_no_torch_is_needed():
+    code = "import sys, bigbatch.planning.search; assert 'torch' not in sys.modules"
+
+    subprocess.run([sys.executable, "-c", code], check=True)
