@@ -1,0 +1,292 @@
+"""A plan explains itself: what the direct big batch needs, what each lever saves and costs, what limits now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from bigbatch.batch.sizes import micro_batch_sizes
+from bigbatch.planning.chain import Segment
+from bigbatch.planning.costs import MemoryProfile, Slot
+from bigbatch.planning.search import frontier
+from bigbatch.planning.simulate import Move, Phase, Simulation
+from bigbatch.units import format_bytes
+from bigbatch.values import Plan
+
+Limit = Literal["resident", "inputs", "saved", "work", "update"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one block holds for backward, in the largest micro-batch.
+
+    Attributes:
+        name: In ``named_modules``; "" for all that runs between blocks.
+        kind: Its class.
+        saved_bytes: What it holds when nothing is recomputed; what blocks share is counted at the first of them.
+        held_bytes: What it holds under the plan. A group holds its inputs at its first block.
+        recomputed: Whether the plan recomputes it.
+        recompute_seconds: What that adds to a step.
+    """
+
+    name: str
+    kind: str
+    saved_bytes: int
+    held_bytes: int
+    recomputed: bool
+    recompute_seconds: float
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One thing that a plan does. The levers of a plan add up to what it saves against the direct big batch.
+
+    Attributes:
+        name: "micro-batches", "gradients kept between them" or "recompute".
+        saved_bytes: By how much it lowers the peak; less than zero where it raises it.
+        added_seconds: What it adds to a step; less than zero where it is faster.
+    """
+
+    name: str
+    saved_bytes: int
+    added_seconds: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where the bytes of a plan are, and why; for JSON there is ``dataclasses.asdict``.
+
+    Attributes:
+        direct_bytes: Peak of the batch in one piece, with nothing recomputed.
+        direct_of_budget: The same as a multiple of the budget.
+        direct_seconds: How long its step would take.
+        peak_bytes: Peak of the plan, as simulated from the profile.
+        workspace_bytes: What kernels need beyond it, only while they run.
+        step_seconds: How long its step takes.
+        budget_bytes: What it was planned for.
+        headroom_bytes: Budget minus workspace and the peak that the plan states, or the simulated one where it states
+            none.
+        kinds: Bytes at the peak by kind: parameters, gradients, optimizer, buffers, averages, other, inputs, saved,
+            work (alive for a moment). They add up to ``peak_bytes``.
+        blocks: By block, in the order of the forward; what runs between them comes last.
+        levers: What each did, in the order in which they were taken.
+        limit: The largest of what makes the peak.
+        limit_text: The same as a sentence, with its bytes.
+        leaner: The plan of the frontier that needs a little less memory; None when there is none.
+        faster: The plan of the frontier that needs a little more memory and is faster; None when there is none.
+    """
+
+    direct_bytes: int
+    direct_of_budget: float
+    direct_seconds: float
+    peak_bytes: int
+    workspace_bytes: int
+    step_seconds: float
+    budget_bytes: int
+    headroom_bytes: int
+    kinds: dict[str, int]
+    blocks: tuple[Block, ...]
+    levers: tuple[Lever, ...]
+    limit: Limit
+    limit_text: str
+    leaner: Plan | None
+    faster: Plan | None
+
+
+def explain(
+    profile: MemoryProfile, plan: Plan, *, batch_size: int, budget_bytes: int, others: Sequence[Plan] | None = None
+) -> Explanation:
+    """What a plan does to a batch of this size, in bytes and seconds.
+
+    Args:
+        profile: What the model costs.
+        plan: Found by the search, or written by hand.
+        batch_size: Samples in a step.
+        budget_bytes: The memory there is.
+        others: Plans to find the next leaner and faster ones in; by default the whole frontier.
+
+    Raises:
+        OptionError: The plan recomputes what the profile has no block for.
+    """
+    sizes = micro_batch_sizes(batch_size, plan.micro_batch_size, profile.smallest_micro_batch)
+    direct, simulation = Simulation(profile, [batch_size]), Simulation(profile, sizes)
+    segments = simulation.chain.segments_of(plan.recompute)
+    moment = _highest(profile, simulation, segments)
+    kinds = _kinds(profile, simulation, moment)
+    limit, limit_text = _limit(profile, moment, kinds)
+    direct_bytes, peak = direct.peak_of(()), simulation.peak_of(segments)
+    stated = peak if plan.peak_bytes is None else plan.peak_bytes
+    leaner, faster = _neighbours(
+        stated,
+        simulation.step_seconds_of(segments),
+        frontier(profile, batch_size=batch_size) if others is None else others,
+    )
+    return Explanation(
+        direct_bytes=direct_bytes,
+        direct_of_budget=direct_bytes / budget_bytes,
+        direct_seconds=direct.plain_seconds,
+        peak_bytes=peak,
+        workspace_bytes=simulation.workspace_bytes,
+        step_seconds=simulation.step_seconds_of(segments),
+        budget_bytes=budget_bytes,
+        headroom_bytes=budget_bytes - simulation.workspace_bytes - stated,
+        kinds=kinds,
+        blocks=_blocks(profile, simulation, segments),
+        levers=_levers(profile, direct, simulation, segments),
+        limit=limit,
+        limit_text=limit_text,
+        leaner=leaner,
+        faster=faster,
+    )
+
+
+class _Moment(NamedTuple):
+    """What is alive beyond what is resident, at a moment that may be the peak. ``slots`` is None in the update."""
+
+    slots: Segment | None
+    saved: int
+    gradients: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        return self.saved + self.gradients + self.work
+
+
+def _highest(profile: MemoryProfile, simulation: Simulation, segments: Sequence[Segment]) -> _Moment:
+    """The moment of the peak."""
+    gradients = profile.gradient_bytes
+    found = [_Moment(None, 0, gradients, profile.update_bytes)]
+    first, later = simulation.sizes[0], max(simulation.sizes[1:], default=0)
+    phase = Phase(profile, simulation.chain, first, is_first=True, is_later=False)
+    for slots, held, move in _walk(phase, segments):
+        born = _gradients_so_far(profile, profile.slots[slots[1]], first, move.need - move.gain)
+        found.append(_Moment(slots, held + move.gain, born, move.need - move.gain - born))
+    if later:
+        phase = Phase(profile, simulation.chain, later, is_first=False, is_later=True)
+        for slots, held, move in _walk(phase, segments):
+            found.append(_Moment(slots, held + move.gain, gradients, move.need - move.gain - gradients))
+    return max(found, key=lambda moment: moment.total)
+
+
+def _walk(phase: Phase, segments: Sequence[Segment]) -> Iterator[tuple[Segment, int, Move]]:
+    """Along the slots: each slot or segment, the bytes held before it, and what it needs and holds."""
+    last_of, held, key, slot = dict(segments), 0, 0, 0
+    while slot < len(phase.chain.slots):
+        if slot in last_of:
+            (move,), bits = phase.segments(slot, key, (last_of[slot],)), phase.chain.inputs_bits[slot]
+        else:
+            move, bits = phase.keep(slot, key), phase.chain.saved_bits[slot]
+        yield (slot, move.last), held, move
+        held, key, slot = held + move.gain, key | bits, move.last + 1
+
+
+def _gradients_so_far(profile: MemoryProfile, slot: Slot, num_samples: int, most: int) -> int:
+    """Gradients among the bytes of a backward in a first micro-batch: what a later one does not need beside its own."""
+    if most <= slot.forward.at(num_samples):
+        return 0
+    born = round(slot.backward_first.at(num_samples) - slot.backward.at(num_samples))
+    return max(0, min(born, profile.gradient_bytes, most))
+
+
+def _kinds(profile: MemoryProfile, simulation: Simulation, moment: _Moment) -> dict[str, int]:
+    return {
+        "parameters": profile.parameter_bytes,
+        "gradients": moment.gradients,
+        "optimizer": profile.optimizer_bytes,
+        "buffers": profile.buffer_bytes,
+        "averages": profile.average_bytes,
+        "other": profile.other_bytes,
+        "inputs": simulation.fixed_bytes - profile.resident_bytes,
+        "saved": moment.saved,
+        "work": moment.work,
+    }
+
+
+def _limit(profile: MemoryProfile, moment: _Moment, kinds: dict[str, int]) -> tuple[Limit, str]:
+    """The largest part of the peak, and a sentence about it."""
+    whole = format_bytes(sum(kinds.values()))
+    resident = profile.resident_bytes + moment.gradients
+    parts: dict[Limit, int] = {
+        "resident": resident,
+        "inputs": kinds["inputs"],
+        "saved": moment.saved,
+        "work" if moment.slots else "update": moment.work,
+    }
+    limit = max(parts, key=lambda part: parts[part])
+    largest = format_bytes(parts[limit])
+    sentences: dict[Limit, str] = {
+        "resident": f"Parameters, gradients, optimizer state and buffers are {largest} of {whole}; neither smaller "
+        "micro-batches nor recompute make them less.",
+        "inputs": f"The batch itself is {largest} of {whole}; hand over micro-batches that are made when they are "
+        "needed (bb.LogicalBatch, or collate=).",
+        "saved": f"What the forward keeps for backward is {largest} of {whole}, at {_place(profile, moment)}.",
+        "work": f"One part of the model alone needs {largest} of {whole} for a moment: {_place(profile, moment)}.",
+        "update": f"The optimizer's update needs {largest} of {whole} for a moment.",
+    }
+    return limit, sentences[limit]
+
+
+def _place(profile: MemoryProfile, moment: _Moment) -> str:
+    first, last = moment.slots or (0, len(profile.slots) - 1)
+    names = [slot.name for slot in profile.slots[first : last + 1] if slot.name is not None]
+    if names:
+        return repr(names[0]) if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}"
+    before = next((slot.name for slot in reversed(profile.slots[:first]) if slot.name is not None), None)
+    return "what comes before the first block" if before is None else f"what comes after {before!r}"
+
+
+def _blocks(profile: MemoryProfile, simulation: Simulation, segments: Sequence[Segment]) -> tuple[Block, ...]:
+    phase = Phase(profile, simulation.chain, max(simulation.sizes), is_first=True, is_later=False)
+    saved = {slots[0]: move.gain for slots, _, move in _walk(phase, ())}
+    held = {slots[0]: move.gain for slots, _, move in _walk(phase, segments)}
+    seconds = dict(_seconds_by_slot(simulation, segments))
+    found: dict[str, Block] = {}
+    for position, slot in enumerate(profile.slots):
+        name = slot.name or ""
+        before = found.get(name, Block(name, slot.kind, 0, 0, recomputed=False, recompute_seconds=0.0))
+        found[name] = Block(
+            name,
+            slot.kind,
+            before.saved_bytes + saved[position],
+            before.held_bytes + held.get(position, 0),
+            recomputed=before.recomputed or (position in seconds and slot.name is not None),
+            recompute_seconds=before.recompute_seconds + seconds.get(position, 0.0),
+        )
+    between = found.pop("", None)
+    return (*found.values(), *([between] if between else []))
+
+
+def _seconds_by_slot(simulation: Simulation, segments: Sequence[Segment]) -> Iterator[tuple[int, float]]:
+    """What each slot of a segment adds to a step: the last one stops at its last save, those before it run through."""
+    for first, last in segments:
+        for slot in range(first, last):
+            yield slot, simulation.seconds_of(slot, last) - simulation.seconds_of(slot + 1, last)
+        yield last, simulation.seconds_of(last, last)
+
+
+def _levers(
+    profile: MemoryProfile, direct: Simulation, simulation: Simulation, segments: Sequence[Segment]
+) -> tuple[Lever, ...]:
+    levers = []
+    if len(simulation.sizes) > 1:
+        # As if each micro-batch were the first one: without the gradients of those before it.
+        phase = Phase(profile, simulation.chain, max(simulation.sizes), is_first=True, is_later=False)
+        alone = simulation.fixed_bytes + max(simulation.update_bytes, phase.peak(()))
+        added = simulation.plain_seconds - direct.plain_seconds
+        levers.append(Lever("micro-batches", direct.peak_of(()) - alone, added))
+        levers.append(Lever("gradients kept between them", alone - simulation.peak_of(()), 0.0))
+    if segments:
+        saved = simulation.peak_of(()) - simulation.peak_of(segments)
+        levers.append(Lever("recompute", saved, simulation.step_seconds_of(segments) - simulation.plain_seconds))
+    return tuple(levers)
+
+
+def _neighbours(peak: int, seconds: float, plans: Sequence[Plan]) -> tuple[Plan | None, Plan | None]:
+    """The plans on both sides of this one, by their peaks."""
+    known = [(plan.peak_bytes, plan.step_seconds, plan) for plan in plans]
+    below = [(bytes_, plan) for bytes_, _, plan in known if bytes_ is not None and bytes_ < peak]
+    above = [(b, plan) for b, s, plan in known if b is not None and s is not None and b > peak and s < seconds]
+    leaner = max(below, key=lambda found: found[0], default=(0, None))[1]
+    return leaner, min(above, key=lambda found: found[0], default=(0, None))[1]
