@@ -188,6 +188,27 @@ def test_a_dtype_to_add_up_in_is_lost_by_name(peer):
     assert "accumulation_dtype='float32'" in lost(bb.Plan(8, 4, accumulation_dtype="float32"), peer)
 
 
+FINE = bb.Plan(8, 4, recompute=("a", "b"), keep=(("a", "attention"),), offload=("b",))
+
+
+@pytest.mark.parametrize(
+    ("peer", "offload"),
+    [
+        ("transformers", {}),
+        ("deepspeed", {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": True}}),
+        ("torchtune", {"enable_activation_offloading": True}),
+    ],
+)
+def test_what_is_kept_and_what_lies_in_host_memory_is_said_as_far_as_there_are_words(peer, offload):
+    words, message = quiet(FINE, peer), lost(FINE, peer)
+
+    assert {name: words[name] for name in offload} == offload
+    assert words == quiet(bb.Plan(8, 4, recompute=("a", "b")), peer) | offload
+    assert "what is kept of recomputed modules, ['attention of a']: it runs again" in message
+    assert "which inputs lie in host memory, ['b']: " in message
+    assert ("they stay on the card" in message) == (not offload)
+
+
 @pytest.mark.parametrize(
     ("plan", "peer", "keywords", "message"),
     [

@@ -50,6 +50,7 @@ class _Words(NamedTuple):
     recompute: dict[str, Any] | None
     recompute_is: str
     accumulation_dtype: Callable[[str], dict[str, Any]] | None = None
+    offload: dict[str, Any] | None = None
     # Transformers and torchtune divide by the number of tokens in all micro-batches; the others average their means.
     counts_tokens: bool = False
 
@@ -85,11 +86,13 @@ _PEERS: dict[str, _Words] = {
         {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False}},
         "activation_checkpointing sets up deepspeed.checkpointing.checkpoint, and the model has to call it; " + _BOTH,
         lambda dtype: {"data_types": {"grad_accum_dtype": _DEEPSPEED_DTYPES.get(dtype, dtype)}},
+        {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": True}},
     ),
     "torchtune": _Words(
         lambda cut: {"batch_size": cut.size, "gradient_accumulation_steps": cut.steps},
         {"enable_activation_checkpointing": True},
         f"enable_activation_checkpointing recomputes every layer; {_BOTH}",
+        offload={"enable_activation_offloading": True},
         counts_tokens=True,
     ),
 }
@@ -118,6 +121,8 @@ def to_peer(plan: Plan, peer: str, *, world_size: int = 1, batch_size: int | Non
     found = words.cut(cut)
     if plan.recompute and words.recompute is not None:
         found |= words.recompute
+    if plan.offload and words.offload is not None:
+        found |= words.offload
     if plan.accumulation_dtype is not None and words.accumulation_dtype is not None:
         found |= words.accumulation_dtype(plan.accumulation_dtype)
     lost = _lost(plan, words, cut)
@@ -160,6 +165,14 @@ def _lost(plan: Plan, words: _Words, cut: _Cut) -> list[str]:
     if groups and words.recompute is not None:
         above = "" if plan.peak_bytes is None else f" of {format_bytes(plan.peak_bytes)}"
         lost.append(f"groups recomputed as one: each layer alone may need more than the planned peak{above}")
+    if plan.keep and words.recompute is not None:
+        kept = format_names([f"{what} of {name}" for name, what in plan.keep])
+        lost.append(f"what is kept of recomputed modules, {kept}: it runs again, which takes longer")
+    if plan.offload and words.recompute is not None:
+        names = format_names(list(plan.offload))
+        # transformers 5.24 takes "offload" beside use_reentrant; those before hand it to torch, which refuses it.
+        where = "they stay on the card" if words.offload is None else "there it is for every layer"
+        lost.append(f"which inputs lie in host memory, {names}: {where}")
     if plan.accumulation_dtype is not None and words.accumulation_dtype is None:
         lost.append(f"accumulation_dtype={plan.accumulation_dtype!r}: gradients are added up in their own dtype")
     if cut.steps > 1 and not words.counts_tokens:

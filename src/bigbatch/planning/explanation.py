@@ -101,7 +101,8 @@ def explain(
 
     Args:
         profile: What the model costs.
-        plan: Found by the search, or written by hand.
+        plan: Found by the search, or written by hand. Its ``keep`` and ``offload`` are not simulated: blocks are
+            recomputed in full, and their inputs stay on the device.
         batch_size: Samples in a step.
         budget_bytes: The memory there is.
         others: Plans to find the next leaner and faster ones in; by default the whole frontier.
