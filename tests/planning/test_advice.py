@@ -12,6 +12,7 @@ from bigbatch.planning.advice import Relief, smallest_bytes, what_else, wrong_to
 from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.search import frontier, search
 from bigbatch.planning.simulate import peak_bytes
+from tests.planning.profiles import random_profile
 from tests.planning.test_explanation import make_profile
 
 MUCH = 10**9
@@ -33,6 +34,16 @@ def test_the_smallest_peak_is_where_the_search_begins_to_have_a_plan(batch_size,
     assert search(profile, batch_size=batch_size, budget_bytes=found, margin=0)
     with pytest.raises(bb.BudgetError, match="No plan fits"):
         search(profile, batch_size=batch_size, budget_bytes=found - 1, margin=0)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_smallest_peak_of_unequal_blocks(seed):
+    profile = random_profile(seed, num_blocks=4)
+    found = smallest_bytes(profile, 6)
+
+    assert search(profile, batch_size=6, budget_bytes=found, margin=0)
+    with pytest.raises(bb.BudgetError, match="No plan fits"):
+        search(profile, batch_size=6, budget_bytes=found - 1, margin=0)
 
 
 def test_a_quarter_of_the_optimizer_state_is_what_stays():

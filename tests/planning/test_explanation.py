@@ -14,6 +14,7 @@ from bigbatch.planning.costs import Line, MemoryProfile, Slot
 from bigbatch.planning.explanation import Explanation, explain
 from bigbatch.planning.search import frontier, search
 from bigbatch.planning.simulate import peak_bytes, step_seconds
+from tests.planning.profiles import every_choice, random_profile, reference_peak
 
 BLOCKS = 4
 RESIDENT = 4000 + 8000 + 100 + 50 + 10
@@ -91,6 +92,20 @@ def test_figures_add_up(profile, micro_batch_size, recompute):
     )
     recomputing = [lever.added_seconds for lever in found.levers if lever.name == "recompute"]
     assert sum(block.recompute_seconds for block in found.blocks) == pytest.approx(sum(recomputing))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_figures_add_up_to_an_independent_count(seed):
+    """Skips, shared storages, glue: against a walk event by event that knows no moves and no moments."""
+    profile = random_profile(seed, num_blocks=5)
+    choices = every_choice(profile)
+    for recompute in choices[:: max(1, len(choices) // 7)]:
+        sizes = micro_batch_sizes(7, 3, profile.smallest_micro_batch)
+        found = explained(bb.Plan(3, recompute=recompute), profile=profile, batch_size=7)
+
+        assert sum(found.kinds.values()) == found.peak_bytes == reference_peak(profile, sizes, recompute)
+        assert min(found.kinds.values()) >= 0
+        assert sum(lever.saved_bytes for lever in found.levers) == found.direct_bytes - found.peak_bytes
 
 
 def test_the_peak_by_hand():
