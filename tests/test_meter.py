@@ -159,6 +159,7 @@ def test_a_process_holds_what_is_computed_by_hand():
     assert process_peak(functools.partial(build_known, 18)).peak_bytes == pytest.approx(68 * MB, abs=1 * MB)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_the_two_meters_agree_and_notice_one_block_more():
     step, resident = training(8)

@@ -105,9 +105,9 @@ def _watched(storage: torch.UntypedStorage, freed: list[_Event]) -> weakref.ref[
 def _replayed(profiler: profile, resident: Mapping[int, int], freed: list[_Event]) -> Peak:
     """The running sum over all events of the measured step."""
     events, (start, end) = _recorded(profiler)
-    events = sorted([*events, *freed])
     alive: dict[int, int] = {}
-    _changes([event for event in events if event.time < start], alive)
+    _changes([event for event in sorted(events) if event.time < start], alive)
+    events = sorted([*events, *(event for event in freed if event.address not in alive)])
     unseen = sum(num_bytes for address, num_bytes in alive.items() if address not in resident)
     alive |= resident
     changes = _changes([event for event in events if start <= event.time <= end], alive)
@@ -118,8 +118,8 @@ def _replayed(profiler: profile, resident: Mapping[int, int], freed: list[_Event
 def _changes(events: list[_Event], alive: dict[int, int]) -> list[int]:
     """By how many bytes each event changes the sum; ``alive``, bytes by address, is kept up to date.
 
-    What is not alive cannot go. The recorder may know an address from an earlier recording, and then says the size of
-    that time; and a block that is watched by a weak reference is seen to go twice.
+    What is not alive cannot go. The recorder may know the address of an older block from an earlier recording, and then
+    says the size of that time, after a weak reference has said that the block goes.
     """
     changes = []
     for event in events:
