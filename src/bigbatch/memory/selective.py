@@ -133,7 +133,6 @@ class _Recording(TorchDispatchMode):
         """Let torch.compile compile in here, instead of stepping back."""
         return True
 
-
     def __init__(self, outputs: KeptOutputs):
         super().__init__()
         self._outputs = outputs
@@ -152,7 +151,6 @@ class _Replaying(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Let torch.compile compile in here, instead of stepping back."""
         return True
-
 
     def __init__(self, outputs: KeptOutputs):
         super().__init__()
