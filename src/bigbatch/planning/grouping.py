@@ -8,8 +8,9 @@ dropped, since whatever follows, the other does as well. So the walk finds the o
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from bigbatch.planning.chain import Segment
@@ -136,10 +137,11 @@ class _Walk:
         moves = self.first.moves(slot, key)[1]
         others = self.second.moves(slot, key)[1] if self.second else [(0, 0, 0)] * len(moves)
         after = key | self.chain.inputs_bits[slot] | self.chain.repeat_bit[slot]
+        promising = self._promising(slot, states)
         for (last, need, gain), (_, other_need, other_gain) in zip(moves, others, strict=True):
             cost = self.simulation.seconds_of(slot, last) if self.times_count else 0.0
             count, most, room = _count(states, self.room - need), self.bound - cost, self.room - other_need
-            if not count or states[count - 1][2] > most:
+            if not count or states[count - 1][2] > most or not promising(last, gain, cost):
                 continue
             segment = slot, last
             self._arrive(
@@ -151,6 +153,14 @@ class _Walk:
                     if seconds <= most and other <= room
                 ],
             )
+
+    def _promising(self, slot: int, states: list[_State]) -> Callable[[int, int, float], bool]:
+        """Whether a segment that ends there, holds so much and costs so much may stay within the bound at all."""
+        price = self.price[slot] if self.times_count else 0.0
+        if math.isinf(price) or math.isinf(self.room):
+            return lambda last, gain, cost: True
+        least, bound, to_drop = min(state[2] + state[0] * price for state in states), self.bound, self.to_drop
+        return lambda last, gain, cost: least + cost + (gain + to_drop[last + 1]) * price <= bound
 
     def _was_kept(self, slot: int, key: int) -> bool:
         """Whether this is a later call of a module whose first call is kept."""
@@ -164,14 +174,15 @@ class _Walk:
 
     def _thinned(self, slot: int) -> _Front:
         """The states at a slot that are worth going on from, by key, each list by ascending bytes held."""
-        front = {key: self._worth(slot, states) for key, states in self.fronts[slot].items()}
+        worth = {key: self._worth(slot, states) for key, states in self.fronts[slot].items()}
+        front = {key: states for key, states in worth.items() if states}
         num_states = sum(map(len, front.values()))
         if num_states <= self.width:
             return front
         most = max(1, self.width // len(front))
         thin = {key: _evenly(states, most) for key, states in front.items()}
         if len(thin) > self.width:
-            kept = sorted(thin, key=lambda key: thin[key][0] if thin[key] else (float("inf"),))[: self.width]
+            kept = sorted(thin, key=lambda key: thin[key][0])[: self.width]
             thin = {key: thin[key] for key in kept}
         return thin
 

@@ -41,9 +41,10 @@ class _Choice(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """The best choice of a cut at an earlier limit; None when there was none."""
+    """What was found out about a cut at a limit: its best choice, or that there is none of less than ``seconds``."""
 
     limit: float
+    seconds: float
     choice: _Choice | None
 
 
@@ -153,8 +154,7 @@ class _Space:
         else:
             candidates = [*part_sizes(batch_size, smallest), batch_size]
         self.cuts = {size: micro_batch_sizes(batch_size, size, smallest) for size in candidates}
-        plain = {size: seconds_without_recompute(profile, cut) for size, cut in self.cuts.items()}
-        self.by_seconds = sorted(plain.items(), key=lambda item: (item[1], item[0]))
+        self.plain_seconds = {size: seconds_without_recompute(profile, cut) for size, cut in self.cuts.items()}
         self.held = self._held_segments(recompute)
         self._simulations: dict[int, Simulation] = {}
         self._known: dict[tuple[int, int], _Known] = {}
@@ -200,8 +200,10 @@ class _Space:
             ties: How often to look for a choice that is as fast and needs less.
         """
         best: _Choice | None = None
-        for size, plain_seconds in self.by_seconds:
-            if best is not None and plain_seconds > best.seconds:
+        least = {size: self._least_seconds(size, limit, width) for size in self.cuts}
+        # The most promising first: what it takes then rules most of the others out.
+        for size in sorted(least, key=lambda size: (least[size], size)):
+            if least[size] > (math.inf if best is None else best.seconds) or math.isinf(least[size]):
                 break
             found = self._fastest_of(size, limit, math.inf if best is None else best.seconds, width)
             if found is not None and (best is None or found[:2] < best[:2]):
@@ -223,19 +225,20 @@ class _Space:
         if direct.needed_bytes <= limit:
             return direct
         known = self._known.get((size, width))
-        if known is not None and known.limit >= limit:
-            # With less memory nothing gets faster, and what was best and still fits still is.
-            if known.choice is None or known.choice.needed_bytes <= limit:
+        if known is not None and known.limit >= limit and known.choice is not None:
+            if known.choice.needed_bytes <= limit:
                 return known.choice
-            if known.choice.seconds > seconds:
-                return None
         # A sum in another order must not miss a choice that is exactly as fast.
         added = seconds * (1 + 1e-12) - simulation.plain_seconds
         segments = cheapest(simulation, limit - simulation.workspace_bytes, added, width)
         choice = None if segments is None else self._choice(size, segments)
-        if choice is not None or math.isinf(seconds):
-            self._known[size, width] = _Known(limit, choice)
+        self._known[size, width] = _Known(limit, seconds if choice is None else choice.seconds, choice)
         return choice
+
+    def _least_seconds(self, size: int, limit: float, width: int) -> float:
+        """No choice of this cut is faster; infinite when it has none. With less memory nothing gets faster."""
+        known = self._known.get((size, width))
+        return known.seconds if known is not None and known.limit >= limit else self.plain_seconds[size]
 
     def smallest(self) -> _Choice:
         """The choice that needs the least bytes."""
