@@ -28,12 +28,15 @@ if TYPE_CHECKING:
         RunStopped,
         StateLostError,
         TaskError,
+        TraceError,
     )
     from bigbatch.memory.limit import limit_memory
     from bigbatch.memory.recompute import apply, recompute
+    from bigbatch.planning.costs import MemoryProfile
     from bigbatch.stepping.accumulating import accumulate
     from bigbatch.stepping.learning_rate import scale_learning_rate, total_steps
     from bigbatch.stepping.losses import Constant, Ratio, Sum
+    from bigbatch.stepping.planned import plan, profile
     from bigbatch.stepping.step import Step
     from bigbatch.training.task import Task
     from bigbatch.values import Plan, StepOptions, StepResult
@@ -53,6 +56,7 @@ _HOME = {
     "GradientError": _ERRORS,
     "LogicalBatch": "bigbatch.batch.logical",
     "LossError": _ERRORS,
+    "MemoryProfile": "bigbatch.planning.costs",
     "MissingExtraError": _ERRORS,
     "NonFiniteError": _ERRORS,
     "OptionError": _ERRORS,
@@ -67,9 +71,12 @@ _HOME = {
     "Sum": "bigbatch.stepping.losses",
     "Task": "bigbatch.training.task",
     "TaskError": _ERRORS,
+    "TraceError": _ERRORS,
     "accumulate": "bigbatch.stepping.accumulating",
     "apply": "bigbatch.memory.recompute",
     "limit_memory": "bigbatch.memory.limit",
+    "plan": "bigbatch.stepping.planned",
+    "profile": "bigbatch.stepping.planned",
     "recompute": "bigbatch.memory.recompute",
     "scale_learning_rate": "bigbatch.stepping.learning_rate",
     "total_steps": "bigbatch.stepping.learning_rate",
@@ -87,6 +94,7 @@ __all__ = [
     "GradientError",
     "LogicalBatch",
     "LossError",
+    "MemoryProfile",
     "MissingExtraError",
     "NonFiniteError",
     "OptionError",
@@ -101,9 +109,12 @@ __all__ = [
     "Sum",
     "Task",
     "TaskError",
+    "TraceError",
     "accumulate",
     "apply",
     "limit_memory",
+    "plan",
+    "profile",
     "recompute",
     "scale_learning_rate",
     "total_steps",

@@ -72,6 +72,10 @@ class RecomputeError(BigBatchError, RuntimeError):
     """A module cannot be recomputed in the way that was asked for."""
 
 
+class TraceError(BigBatchError, RuntimeError):
+    """A model cannot be followed without numbers: what it does, and so its memory, may depend on them."""
+
+
 class DistributedError(BigBatchError, RuntimeError):
     """The process group is in a state that a step cannot run in."""
 

@@ -50,10 +50,14 @@ class LiveBytes(TorchDispatchMode):
     (16008, 8008)
 
     It sees the operations of the thread that entered it; on CPU backward runs in that same thread.
+
+    Args:
+        block_bytes: The size of a storage is rounded up to a multiple of this, as allocators of devices do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = 1) -> None:
         super().__init__()
+        self._block_bytes = block_bytes
         self._live: dict[int, _Entry] = {}
         self._current: dict[str, int] = {}
         self._peak: dict[str, int] = {}
@@ -72,6 +76,10 @@ class LiveBytes(TorchDispatchMode):
         seen: dict[int, Any] = {}
         for value in existing:
             _visit(value, self._see_tensor, seen, look_inside=True)
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """Bytes that a storage counts for."""
+        return -(-storage.nbytes() // self._block_bytes) * self._block_bytes
 
     def current_bytes(self, device_type: str = "cpu") -> int:
         """Bytes alive now on devices of this type."""
@@ -121,7 +129,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _enter(self, storage: torch.UntypedStorage, device_type: str) -> None:
         self._settle()
-        key, num_bytes = storage._cdata, storage.nbytes()
+        key, num_bytes = storage._cdata, self.size_of(storage)
         known = self._live.get(key)
         if known is not None:
             if known.storage() is storage and known.num_bytes == num_bytes:

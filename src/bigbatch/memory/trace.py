@@ -110,6 +110,10 @@ class Recorder:
         found = dict.fromkeys(storage for tensor in tensors or () if (storage := self._storage_of(tensor)) is not None)
         self.events.append(Event(kind, what, tuple(found), *self._reading(), **more))
 
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """Bytes that it takes."""
+        return storage.nbytes()
+
     def _storage_of(self, tensor: torch.Tensor) -> Storage | None:
         """Its storage by number, in the order in which they are met; None for one that costs nothing."""
         try:
@@ -123,7 +127,7 @@ class Recorder:
         if known is None or known[0]() is not storage:
             known = self._indices[key] = (weakref.ref(storage), self._num_storages)
             self._num_storages += 1
-        return Storage(known[1], storage.nbytes())
+        return Storage(known[1], self.size_of(storage))
 
 
 class FakeRecorder(Recorder, LiveBytes):
@@ -136,14 +140,21 @@ class FakeRecorder(Recorder, LiveBytes):
         model: Whose modules are watched; of fake tensors.
         static: See ``Recorder``.
         price: What an operation takes; None: no time is noted.
+        block_bytes: The size of a storage is rounded up to a multiple of this.
     """
 
-    def __init__(self, model: nn.Module, static: frozenset[int], price: Price | None = None):
-        LiveBytes.__init__(self)
+    def __init__(
+        self, model: nn.Module, static: frozenset[int], price: Price | None = None, *, block_bytes: int = 1
+    ):
+        LiveBytes.__init__(self, block_bytes)
         Recorder.__init__(self, model, static)
         self._price = price
         self._seconds = 0.0
         self._strict = False
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """Bytes that it takes, rounded up."""
+        return LiveBytes.size_of(self, storage)
 
     @contextlib.contextmanager
     def strictly(self) -> Iterator[None]:

@@ -240,3 +240,10 @@ def _storages(both: Sequence[Sequence[_Stretch]], sizes: Sequence[int]) -> tuple
     return tuple(
         Line.through((sizes[0], found[0].get(index, 0)), (sizes[1], found[1].get(index, 0))) for index in range(count)
     )
+
+
+def seconds_of_slots(micro_batch: MicroBatch, blocks: Collection[str]) -> list[tuple[float, float]]:
+    """Of each slot the seconds of its forward, and of it up to the last save; where it saves nothing, of all of it."""
+    return [
+        (stretch.seconds, stretch.recompute_seconds or stretch.seconds) for stretch in _stretches(micro_batch, blocks)
+    ]

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from bigbatch.batch.resizing import micro_batch_of
 from bigbatch.batch.structure import is_array, leaves
-from bigbatch.errors import RecomputeError
+from bigbatch.errors import RecomputeError, TraceError
 from bigbatch.memory.naming import unwrapped
 from bigbatch.memory.switching import check_can_be_put_on
 from bigbatch.memory.trace import Price
 from bigbatch.planning.blocks import Node, find_blocks
 from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.slots import MicroBatch, ShapesDependOnSizeError, Traced, micro_batches, read_slots
-from bigbatch.stepping.shadow import CannotBeTracedError, Record, Shadow
-from bigbatch.stepping.step import Step
+from bigbatch.stepping.shadow import Record, Shadow
 from bigbatch.values import Plan
+
+if TYPE_CHECKING:
+    from bigbatch.stepping.step import Step
 
 _SIZES = (2, 8)
 """Micro-batches that are traced. Two give a line; a single sample is often a special case, and many cost no more."""
@@ -29,7 +31,7 @@ def profile_of(step: Step, shadow: Shadow, batch: Any, *, price: Price | None = 
     """Trace the step twice, with a small and a large micro-batch in either order.
 
     Raises:
-        CannotBeTracedError: Fake tensors cannot follow it, or it is another one for each size.
+        TraceError: Fake tensors cannot follow it, or it is another one for each size.
     """
     small, large = _SIZES
     plain = Plan(micro_batch_size=large)
@@ -44,10 +46,10 @@ def profile_of(step: Step, shadow: Shadow, batch: Any, *, price: Price | None = 
     try:
         storages, slots = read_slots(traced, blocks, _may_recompute(shadow.step.model, blocks), _neighbours(tree))
     except ShapesDependOnSizeError as error:
-        raise CannotBeTracedError(str(error)) from error
+        raise TraceError(str(error)) from error
     return MemoryProfile(
         **_resident(shadow, step, down, first_large, later_small),
-        batch=Line(0.0, _bytes_per_sample(step, batch)),
+        batch=Line(0.0, bytes_per_sample(step, batch)),
         storages=storages,
         slots=slots,
         micro_seconds=tuple((m.num_samples, m.seconds) for m in traced.later) if price is not None else (),
@@ -103,7 +105,7 @@ def _num_bytes(values: Any, seen: set[int]) -> int:
     return total
 
 
-def _bytes_per_sample(step: Step, batch: Any) -> float:
+def bytes_per_sample(step: Step, batch: Any) -> float:
     """Bytes of one sample as it lies on the device."""
     micro_batch = micro_batch_of(batch, 4, step.options)
     arrays = [value for value in leaves(micro_batch) if is_array(value)]

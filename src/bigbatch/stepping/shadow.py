@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,18 +16,18 @@ from torch.amp.grad_scaler import GradScaler
 from bigbatch.batch.logical import LogicalBatch
 from bigbatch.batch.resizing import micro_batch_of
 from bigbatch.batch.structure import is_array, leaves
+from bigbatch.errors import TraceError
 from bigbatch.memory.events import Event
 from bigbatch.memory.fakes import fake_copy
 from bigbatch.memory.naming import unwrapped
 from bigbatch.memory.recompute import apply
 from bigbatch.memory.trace import FakeRecorder, Price
 from bigbatch.stepping.recording import recorded
-from bigbatch.stepping.step import Step
+from bigbatch.stepping.undo import Generators
 from bigbatch.values import Plan, StepOptions
 
-
-class CannotBeTracedError(Exception):
-    """A model does something that fake tensors cannot follow; the text says what."""
+if TYPE_CHECKING:
+    from bigbatch.stepping.step import Step
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Record:
     micro_batch_bytes: int
 
 
+_BLOCK_BYTES = {"cpu": 1, "cuda": 512}
+"""Allocators give out memory in multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
+
+
 class Shadow:
     """Runs steps of a fake copy of what a ``Step`` has; the original is only read.
 
@@ -55,18 +59,23 @@ class Shadow:
 
     Args:
         step: The original; its model may lie on any device, also ``meta``.
-        batch: What a step gets; real, or fake itself.
+        batch: What a step gets; real, or on ``meta``.
+        device: "cpu" or "cuda": what the step would run on. On CUDA the allocator rounds every tensor up to 512 bytes,
+            and optimizers work on all parameters at once unless told otherwise.
 
     Raises:
-        CannotBeTracedError: It cannot be copied.
+        TraceError: It cannot be copied.
     """
 
-    def __init__(self, step: Step, batch: Any):
+    def __init__(self, step: Step, batch: Any, device: str = "cpu"):
+        self.device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._batch = batch
         self._real_options = step.options
         with cannot_be_traced():
             self.step = _fake_step(step, self.mode)
+        if device == "cuda":
+            _choose_foreach(self.step.optimizers)
         self._static = frozenset(
             tensor.untyped_storage()._cdata
             for module in (self.step.model, self.step.options.ema)
@@ -83,17 +92,17 @@ class Shadow:
             price: See ``FakeRecorder``.
 
         Raises:
-            CannotBeTracedError: Its memory depends on numbers, or fake tensors cannot follow it.
+            TraceError: Its memory depends on numbers, or fake tensors cannot follow it.
             RecomputeError: The plan does not go with the model.
         """
         step = self.step
         apply(plan, step.model)
-        with cannot_be_traced(), torch.random.fork_rng(devices=[]):
+        with cannot_be_traced(), _random_numbers_put_back():
             micro_batches = [self._micro_batch(size) for size in sizes]
             given = [value for micro_batch in micro_batches for value in leaves(micro_batch) if is_array(value)]
             given = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
             static = self._static | {tensor.untyped_storage()._cdata for tensor in given}
-            recorder = FakeRecorder(step.model, static, price)
+            recorder = FakeRecorder(step.model, static, price, block_bytes=_BLOCK_BYTES[self.device])
             recorder.track(step.model, *step.optimizers, step.options.ema, micro_batches)
             with self.mode, recorder, recorded(step, recorder, closely=closely):
                 step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
@@ -101,7 +110,7 @@ class Shadow:
                     step.update_average()
             with self.mode:
                 step.clear()
-        num_bytes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in given}
+        num_bytes = {t.untyped_storage()._cdata: recorder.size_of(t.untyped_storage()) for t in given}
         peak = max(event.peak_bytes for event in recorder.events)
         return Record(recorder.events, tuple(sizes), int(peak), sum(num_bytes.values()))
 
@@ -134,7 +143,15 @@ def _fake_step(step: Step, mode: FakeTensorMode) -> Step:
     )
     with mode:
         # Its errors about arguments were raised by the original.
-        return Step(model, step.accumulator.loss_fn, fakes, **_as_keywords(options))
+        return type(step)(model, step.accumulator.loss_fn, fakes, **_as_keywords(options))
+
+
+def _choose_foreach(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """On CUDA, optimizers that were told neither run their ``foreach`` form, which needs more memory for a moment."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -158,8 +175,18 @@ def _one(micro_batch: Any) -> float:
 
 
 @contextlib.contextmanager
+def _random_numbers_put_back() -> Iterator[None]:
+    """A collate of the user's may draw them; fake tensors do not."""
+    generators = Generators(torch.device("cpu"), everywhere=True)
+    try:
+        yield
+    finally:
+        generators.restore()
+
+
+@contextlib.contextmanager
 def cannot_be_traced() -> Iterator[None]:
-    """Make ``CannotBeTracedError`` of whatever goes wrong, and keep torch from printing it."""
+    """Make ``TraceError`` of whatever goes wrong, and keep torch from printing it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -167,6 +194,6 @@ def cannot_be_traced() -> Iterator[None]:
         yield
     except Exception as error:
         first = str(error).partition("\n")[0]
-        raise CannotBeTracedError(f"{type(error).__name__}: {first}") from error
+        raise TraceError(f"{type(error).__name__}: {first}") from error
     finally:
         logger.setLevel(level)

@@ -87,7 +87,7 @@ def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
     peaks: dict[int, float] = {}
 
     def peak_of(size: int) -> float:
-        peaks[size] = _peak_or_infinite(step, batch, size)
+        peaks[size] = peak_or_infinite(step, batch, size)
         return peaks[size]
 
     if step.wanted_micro_batch_size is not None:
@@ -161,7 +161,8 @@ def may_fit_more(plan: Plan, step: Step, batch: Any) -> bool:
     return num_samples_of(batch, step.options) > plan.micro_batch_size
 
 
-def _peak_or_infinite(step: Step, batch: Any, micro_batch_size: int) -> float:
+def peak_or_infinite(step: Step, batch: Any, micro_batch_size: int) -> float:
+    """What ``measure`` says; infinite when it runs out of memory."""
     try:
         return measure(step, batch, micro_batch_size)
     except Exception as error:

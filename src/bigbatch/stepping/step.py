@@ -14,7 +14,7 @@ from torch import nn
 from bigbatch.errors import GradientError, NonFiniteError, OptionError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
-from bigbatch.stepping import sizing
+from bigbatch.stepping import planner, sizing
 from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
@@ -302,15 +302,17 @@ class Step:
             _log.warning("The step is %s: %s", result.exactness, why)
 
     def fit(self, batch: Any) -> Plan:
-        """Choose the micro-batch size for the memory budget by measuring steps of ``batch``; the state stays as it is.
+        """Choose micro-batch size and recomputed modules for the memory budget; the state stays as it is.
+
+        The plan is traced without numbers, timed, and tried once with ``batch``; what it recomputes is put on the model.
 
         Raises:
             OptionError: The step has no memory budget.
-            BudgetError: Not even the smallest micro-batch fits.
+            BudgetError: Nothing fits.
         """
         if self.budget_bytes is None:
             raise OptionError('The step has no memory budget; make it with memory_budget="8GiB".')
-        self.plan = sizing.fit(self, batch, self.budget_bytes)
+        self.plan = planner.fit(self, batch, self.budget_bytes)
         self.micro_batch_size = self.plan.micro_batch_size
         return self.plan
 

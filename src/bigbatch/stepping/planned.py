@@ -1,0 +1,197 @@
+"""The public verbs of the planner: ``profile`` says what a model costs, ``plan`` what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.errors import ArgumentError, OptionError, TraceError, warn
+from bigbatch.memory.naming import unwrapped
+from bigbatch.planning.cards import Card, find_card
+from bigbatch.planning.costs import Line, MemoryProfile, Slot
+from bigbatch.planning.search import Recompute, search
+from bigbatch.stepping import sizing
+from bigbatch.stepping.checks import check_model
+from bigbatch.stepping.planner import UNLIMITED, Planner
+from bigbatch.stepping.step import Step
+from bigbatch.units import parse_bytes
+from bigbatch.values import Plan
+
+_MOST_TIMED = 8
+
+
+def profile(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    optimizer: Any = None,
+    calibrate: bool = True,
+    device: str | None = None,
+    card: str | Card | None = None,
+    **options: Any,
+) -> MemoryProfile:
+    """What a step costs in bytes and seconds, for any micro-batch size and any choice of recomputed modules.
+
+    The real ``Step`` runs on a copy of the model that has shapes and no numbers, so memory is counted to the byte and
+    none is needed: a model on the ``meta`` device goes too. Where the model can run, small micro-batches are timed;
+    otherwise time is estimated from operations and bytes. The state of model and optimizer is bit for bit as before.
+
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    >>> batch = torch.randn(8, 64), torch.randint(10, (8,))
+    >>> loss_fn = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+    >>> found = profile(model, loss_fn, batch, optimizer=torch.optim.AdamW(model.parameters()), calibrate=False)
+    >>> found.parameter_bytes, found.optimizer_bytes
+    (76840, 153696)
+
+    Args:
+        model: On any device.
+        loss_fn: Called as ``loss_fn(model, micro_batch)``; see ``accumulate``.
+        batch: An example of what a step gets; one sample is enough, for samples are repeated where more are needed.
+        optimizer: One or several; None: no optimizer is counted.
+        calibrate: Time micro-batches, where the model can run.
+        device: "cpu" or "cuda": where it will run; None: where the model is.
+        card: What to estimate times for: a name such as ``"rtx4090"``, or a ``Card``.
+        options: See ``StepOptions``; the same that the step will have.
+
+    Raises:
+        TraceError: The model cannot run without numbers (its memory depends on them, or it calls what fake tensors
+            do not know), and it has none to run with. Where it has, real tensors are measured instead:
+            ``MemoryProfile.fallback`` says why.
+    """
+    planner = _planner(model, loss_fn, batch, optimizer, device, card, options)
+    try:
+        if calibrate:
+            return planner.timed(min(planner.num_samples, _MOST_TIMED), None)
+        return planner.traced
+    except TraceError as error:
+        if not planner.can_run:
+            raise
+        return _measured(planner, str(error))
+
+
+def plan(
+    profile_or_model: MemoryProfile | nn.Module,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    batch: Any = None,
+    *,
+    optimizer: Any = None,
+    batch_size: int | None = None,
+    memory_budget: int | str | None = None,
+    micro_batch_size: int | None = None,
+    recompute: Recompute = None,
+    calibrate: bool = True,
+    device: str | None = None,
+    card: str | Card | None = None,
+    **options: Any,
+) -> Plan:
+    """The fastest way to run steps of ``batch_size`` samples within a memory budget.
+
+    Micro-batch size and recomputed modules are chosen together, for the least seconds of a step whose peak is within
+    the budget less a margin of 2 %. Given a model, the peak of the plan is traced and exact; given a profile, it is
+    read from the profile.
+
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    >>> batch = torch.randn(8, 64), torch.randint(10, (8,))
+    >>> loss_fn = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+    >>> costs = profile(model, loss_fn, batch, calibrate=False)
+    >>> plan(costs, batch_size=4096, memory_budget="4MiB").micro_batch_size
+    586
+
+    Args:
+        profile_or_model: What ``profile`` found; or a model, with the arguments of ``profile`` after it.
+        loss_fn: With a model; see ``profile``.
+        batch: With a model; see ``profile``.
+        optimizer: With a model; see ``profile``.
+        batch_size: Samples in a step; None: those of ``batch``.
+        memory_budget: Bytes, or a text such as ``"8GiB"``; None: unlimited.
+        micro_batch_size: Held at this; None to choose it.
+        recompute: Held at this: ``"all"`` blocks, each alone, ``"none"``, or names as in ``Plan.recompute``; None to
+            choose.
+        calibrate: With a model; see ``profile``.
+        device: With a model; see ``profile``.
+        card: With a model; see ``profile``.
+        options: With a model; see ``StepOptions``.
+
+    Raises:
+        BudgetError: Nothing fits; ``smallest_bytes`` is the smallest budget that works.
+        TraceError: See ``profile``.
+    """
+    budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
+    if isinstance(profile_or_model, MemoryProfile):
+        if batch_size is None or loss_fn is not None or batch is not None or options:
+            raise ArgumentError(
+                "A plan from a profile takes what to plan for, and the profile knows the rest: "
+                'bb.plan(profile, batch_size=64, memory_budget="8GiB").'
+            )
+        found = search(
+            profile_or_model,
+            batch_size=batch_size,
+            budget_bytes=budget_bytes or UNLIMITED,
+            micro_batch_size=micro_batch_size,
+            recompute=recompute,
+        )
+        return replace(found, budget_bytes=budget_bytes)
+    planner = _planner(profile_or_model, loss_fn, batch, optimizer, device, card, options)
+    num_samples = batch_size or planner.num_samples
+    try:
+        costs = planner.timed(num_samples, budget_bytes) if calibrate else planner.traced
+        return planner.plan(costs, num_samples, budget_bytes, micro_batch_size=micro_batch_size, recompute=recompute)
+    except TraceError as error:
+        if not planner.can_run:
+            raise
+        warn(f"The plan is found by trying, because the model cannot be traced: {error}")
+        return planner.by_trying(num_samples, budget_bytes, micro_batch_size, recompute)
+
+
+def _planner(
+    model: Any, loss_fn: Any, batch: Any, optimizer: Any, device: str | None, card: Any, options: dict[str, Any]
+) -> Planner:
+    if device not in (None, "cpu", "cuda"):
+        raise OptionError(f'device={device!r}; it is "cpu", "cuda", or None for where the model is.')
+    if batch is None:
+        raise ArgumentError(
+            "A plan for a model needs its loss and an example of its batch: "
+            'bb.plan(model, loss_fn, batch, optimizer=optimizer, batch_size=64, memory_budget="8GiB").'
+        )
+    check_model(model)
+    # One without state and temporaries stands for "no optimizer".
+    optimizer = optimizer if optimizer is not None else torch.optim.SGD(model.parameters(), lr=0.0)
+    found = find_card(card) if isinstance(card, str) else card
+    return Planner(Step(model, loss_fn, optimizer, **options), batch, device=device, card=found)
+
+
+def _measured(planner: Planner, why: str) -> MemoryProfile:
+    """A profile from steps of real tensors: without blocks, so that only micro-batch sizes can be chosen."""
+    step, smallest = planner.step, planner.step.accumulator.smallest_micro_batch
+    sizes = (smallest, 2 * smallest)
+    parameters = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in step.model.parameters()}
+    per_sample = planner.bytes_per_sample
+    first, later = [], []
+    for size in sizes:
+        alone, two = planner.batch_of(size), planner.batch_of(2 * size)
+        first.append(sizing.measure(step, alone, None) - per_sample * size)
+        later.append(sizing.measure(step, two, size) - per_sample * 2 * size)
+    gradients = sum(p.nbytes for p in step.named_parameters().values())
+    resident = sum(parameters.values())
+    slot = Slot(
+        None,
+        backward=Line.through((sizes[0], later[0] - gradients - resident), (sizes[1], later[1] - gradients - resident)),
+        backward_first=Line.through((sizes[0], first[0] - resident), (sizes[1], first[1] - resident)),
+    )
+    return MemoryProfile(
+        parameter_bytes=resident,
+        gradient_bytes=gradients,
+        batch=Line(0.0, per_sample),
+        slots=(slot,),
+        smallest_micro_batch=smallest,
+        device=planner.device,
+        fallback=why,
+        model=type(unwrapped(step.model)).__name__,
+        optimizer=" + ".join(type(optimizer).__name__ for optimizer in step.optimizers),
+        warnings=("Optimizer state and buffers are in the peaks of the slot; they were not told apart.",),
+    )

@@ -1,0 +1,306 @@
+"""The plan of a step: chosen on numbers, then traced, so that its peak is exact; and tried, when it is to be run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from bigbatch.batch.logical import num_samples_of
+from bigbatch.batch.resizing import micro_batch_of
+from bigbatch.batch.sizes import micro_batch_sizes
+from bigbatch.errors import BudgetError, RecomputeError, TraceError
+from bigbatch.memory.recompute import apply
+from bigbatch.planning.cards import Card, find_card
+from bigbatch.planning.costs import MemoryProfile
+from bigbatch.planning.search import MARGIN, Recompute, search
+from bigbatch.planning.simulate import Simulation
+from bigbatch.stepping import sizing
+from bigbatch.stepping.pricing import Roofline
+from bigbatch.stepping.profiling import bytes_per_sample, profile_of
+from bigbatch.stepping.shadow import Shadow
+from bigbatch.stepping.timing import timed
+from bigbatch.units import format_bytes
+from bigbatch.values import Plan
+
+if TYPE_CHECKING:
+    from bigbatch.stepping.step import Step
+
+_log = logging.getLogger("bigbatch")
+
+UNLIMITED = 2**60
+"""Bytes that stand for no budget."""
+_DEFAULT_CARD = "a100-80gb"
+_MOST_ROUNDS = 8
+_STEP_DOWN = 0.2
+"""Of the budget: how much less to plan for when a plan really ran out of memory."""
+_WORTH_ANOTHER_ROUND = 0.01
+"""Of the budget: when so much more was expected than is needed, there may be a faster plan."""
+
+
+def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
+    """The fastest plan for this batch whose measured peak is within the budget; see ``Step.fit``.
+
+    The plan is put on the model. Where the model cannot be traced, micro-batch sizes are tried with real tensors.
+    """
+    planner = Planner(step, batch)
+    try:
+        traced = planner.traced
+    except TraceError as error:
+        _log.warning("The plan is found by trying, because the model cannot be traced: %s", error)
+        return sizing.fit(step, batch, budget_bytes)
+    target = budget_bytes
+    profile = traced if planner.fits_directly(budget_bytes) else planner.timed(planner.num_samples, budget_bytes)
+    for _ in range(_MOST_ROUNDS):
+        plan = planner.plan(profile, planner.num_samples, target, micro_batch_size=step.wanted_micro_batch_size)
+        recomputing, peak = apply(plan, step.model), math.inf
+        try:
+            peak = sizing.peak_or_infinite(step, batch, plan.micro_batch_size)
+        finally:
+            if peak > budget_bytes:
+                recomputing.remove()
+        if peak <= budget_bytes:
+            return replace(plan, peak_bytes=int(peak), budget_bytes=budget_bytes)
+        over = peak - budget_bytes if math.isfinite(peak) else _STEP_DOWN * target
+        target = max(1, int(target - over))
+    return sizing.fit(step, batch, budget_bytes)
+
+
+class Planner:
+    """Plans steps of one model. It only reads the step; where it runs the model, it puts everything back.
+
+    Args:
+        step: Model, loss, optimizers and options.
+        batch: An example of what the step gets; its samples are repeated where more are needed.
+        device: "cpu" or "cuda": where it will run; None: where the model is.
+        card: What the device can do, for models that cannot be timed.
+    """
+
+    def __init__(self, step: Step, batch: Any, *, device: str | None = None, card: Card | None = None):
+        sizing.check_can_be_cut(step, batch)
+        self.step = step
+        self.batch = batch
+        self.num_samples = num_samples_of(batch, step.options)
+        here = step.accumulator.device.type
+        self.device = device or ("cuda" if here == "cuda" or card and card.name != "cpu" else "cpu")
+        self.can_run = here == self.device
+        self._card = card or find_card("cpu" if self.device == "cpu" else _DEFAULT_CARD)
+
+    def batch_of(self, num_samples: int) -> Any:
+        """A batch of so many samples, as the step would get it."""
+        if self.step.options.collate is not None:
+            return (list(self.batch) * math.ceil(num_samples / self.num_samples))[:num_samples]
+        return micro_batch_of(self.batch, num_samples, self.step.options)
+
+    @cached_property
+    def bytes_per_sample(self) -> float:
+        """Bytes of one sample as it lies on the device."""
+        return bytes_per_sample(self.step, self.batch)
+
+    def by_trying(
+        self, batch_size: int, budget_bytes: int | None, micro_batch_size: int | None, recompute: Recompute
+    ) -> Plan:
+        """A plan from steps of real tensors: the largest micro-batch that fits; nothing is recomputed but on request.
+
+        Raises:
+            BudgetError: Nothing fits.
+        """
+        step = self.step
+        names = () if recompute is None or isinstance(recompute, str) else tuple(recompute)
+        step.wanted_micro_batch_size = micro_batch_size
+        with apply(Plan(micro_batch_size=batch_size, recompute=names), step.model):
+            found = sizing.fit(step, self.batch_of(batch_size), budget_bytes or UNLIMITED)
+        return replace(found, recompute=names, budget_bytes=budget_bytes)
+
+    @cached_property
+    def _shadow(self) -> Shadow:
+        return Shadow(self.step, self.batch, self.device)
+
+    @cached_property
+    def traced(self) -> MemoryProfile:
+        """The profile with estimated times.
+
+        Raises:
+            TraceError: Fake tensors cannot follow the model.
+        """
+        return profile_of(self.step, self._shadow, self.batch, price=Roofline(self._card))
+
+    def fits_directly(self, budget_bytes: int) -> bool:
+        """Whether the whole batch is expected to fit at once, with nothing recomputed."""
+        simulation = Simulation(self.traced, (self.num_samples,))
+        return simulation.peak_of(()) + simulation.workspace_bytes <= budget_bytes * (1 - MARGIN)
+
+    def timed(self, batch_size: int, budget_bytes: int | None) -> MemoryProfile:
+        """The profile with the times of this device, where the model can run on it."""
+        if not self.can_run:
+            return self.traced
+        room = budget_bytes if budget_bytes is not None else _free_bytes(self.step.accumulator.device)
+
+        def fits(size: int, recompute_all: bool) -> bool:
+            simulation = Simulation(self.traced, (size, size))
+            segments = simulation.chain.every_block() if recompute_all else ()
+            return simulation.peak_of(segments) + simulation.workspace_bytes <= room
+
+        return timed(self.step, self.batch, self.traced, fits, batch_size)
+
+    def peak_bytes(self, plan: Plan, batch_size: int) -> int:
+        """Peak of a steady step under this plan, traced.
+
+        Raises:
+            RecomputeError: The plan does not go with the model.
+        """
+        profile = self.traced
+        sizes = micro_batch_sizes(batch_size, plan.micro_batch_size, profile.smallest_micro_batch)
+        # Each later micro-batch is as the largest of them.
+        record = self._shadow.run([sizes[0], *([max(sizes[1:])] if len(sizes) > 1 else [])], plan)
+        on_device = profile.batch.at(batch_size if profile.batch_is_whole else max(sizes))
+        return record.peak_bytes - record.micro_batch_bytes + math.ceil(on_device)
+
+    def plan(
+        self,
+        profile: MemoryProfile,
+        batch_size: int,
+        budget_bytes: int | None,
+        *,
+        micro_batch_size: int | None = None,
+        recompute: Recompute = None,
+    ) -> Plan:
+        """The fastest plan whose traced peak is within the budget less its margin.
+
+        Raises:
+            BudgetError: There is none.
+        """
+
+        budget = UNLIMITED if budget_bytes is None else budget_bytes
+
+        def choose(target: int) -> Plan:
+            return search(
+                profile,
+                batch_size=batch_size,
+                budget_bytes=target,
+                micro_batch_size=micro_batch_size,
+                recompute=recompute,
+            )
+
+        while True:
+            try:
+                found = self._within(profile, batch_size, budget, choose)
+                return replace(found, budget_bytes=budget_bytes)
+            except _CannotRecomputeError as error:
+                if recompute not in (None, "all"):
+                    raise error.cause from None
+                profile = self._without(error.plan, profile)
+
+    def _within(
+        self, profile: MemoryProfile, batch_size: int, budget_bytes: int, choose: Callable[[int], Plan]
+    ) -> Plan:
+        """Choose, trace, and choose again with less when the choice was off."""
+        target = budget_bytes
+        for _ in range(_MOST_ROUNDS):
+            try:
+                chosen = choose(target)
+            except BudgetError:
+                break
+            plan = self._traced(chosen, batch_size)
+            over = _needed_bytes(plan, profile) - budget_bytes
+            if over <= 0:
+                return self._faster(plan, chosen, profile, batch_size, budget_bytes, choose)
+            target -= over
+        return self._leanest(profile, batch_size, budget_bytes, choose)
+
+    def _faster(
+        self,
+        plan: Plan,
+        chosen: Plan,
+        profile: MemoryProfile,
+        batch_size: int,
+        budget_bytes: int,
+        choose: Callable[[int], Plan],
+    ) -> Plan:
+        """The plan, or a faster one, when it needs a good deal less than was expected."""
+        spared = (chosen.peak_bytes or 0) - (plan.peak_bytes or 0)
+        if spared < _WORTH_ANOTHER_ROUND * budget_bytes or not chosen.recompute:
+            return plan
+        other = self._traced(choose(budget_bytes + spared), batch_size)
+        is_faster = (other.step_seconds or 0) < (plan.step_seconds or 0)
+        return other if is_faster and _needed_bytes(other, profile) <= budget_bytes else plan
+
+    def _leanest(
+        self, profile: MemoryProfile, batch_size: int, budget_bytes: int, choose: Callable[[int], Plan]
+    ) -> Plan:
+        """The plan of the smallest peak, if that is within the budget.
+
+        Raises:
+            BudgetError: It is not.
+        """
+        try:
+            chosen = choose(1)
+        except BudgetError as error:
+            chosen = choose(error.smallest_bytes or budget_bytes)
+        plan = self._traced(chosen, batch_size)
+        smallest_bytes = _needed_bytes(plan, profile)
+        if smallest_bytes <= budget_bytes:
+            return plan
+        num_modules = sum(1 if isinstance(entry, str) else len(entry) for entry in plan.recompute)
+        raise BudgetError(
+            f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {plan.micro_batch_size} with "
+            f"{num_modules} modules recomputed need {format_bytes(smallest_bytes)}, of which {MARGIN:.0%} are kept "
+            f"free. Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}.",
+            smallest_bytes,
+            budget_bytes,
+        )
+
+    def _traced(self, plan: Plan, batch_size: int) -> Plan:
+        try:
+            return replace(plan, peak_bytes=self.peak_bytes(plan, batch_size))
+        except (RecomputeError, TraceError) as error:
+            if not plan.recompute:
+                raise
+            raise _CannotRecomputeError(plan, error) from error
+
+    def _without(self, plan: Plan, profile: MemoryProfile) -> MemoryProfile:
+        """The profile without what made the plan fail: its groups, or those of its modules that fail alone."""
+        grouped = {name for entry in plan.recompute if not isinstance(entry, str) for name in entry}
+        if grouped:
+            slots = (replace(slot, follows=slot.follows and slot.name not in grouped) for slot in profile.slots)
+            return replace(profile, slots=tuple(slots))
+        failing = {name for name in plan.recompute if not self._can_be_recomputed(str(name))}
+        if not failing:
+            raise AssertionError(f"Each of {plan.recompute} can be recomputed, but not all of them together.")
+        slots = (replace(slot, may_recompute=slot.may_recompute and slot.name not in failing) for slot in profile.slots)
+        return replace(profile, slots=tuple(slots))
+
+    def _can_be_recomputed(self, name: str) -> bool:
+        size = self.traced.smallest_micro_batch
+        try:
+            self._shadow.run([size], Plan(micro_batch_size=size, recompute=(name,)))
+        except (RecomputeError, TraceError):
+            return False
+        return True
+
+
+class _CannotRecomputeError(Exception):
+    """Modules of a plan cannot be recomputed."""
+
+    def __init__(self, plan: Plan, cause: Exception):
+        super().__init__(str(cause))
+        self.plan = plan
+        self.cause = cause
+
+
+def _needed_bytes(plan: Plan, profile: MemoryProfile) -> int:
+    """The smallest budget for a plan."""
+    return math.ceil(((plan.peak_bytes or 0) + profile.workspace.at(plan.micro_batch_size)) / (1 - MARGIN))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    return psutil.virtual_memory().available
