@@ -23,6 +23,8 @@ MUCH_SLOWER = 1.5
 
 _OF_STATE_IN_8_BITS = 0.25
 _OF_BLOCKS_TRAINED = 0.25
+# Half of what matrix products save; the residual stream, norms and losses stay in float32.
+_OF_SAVED_UNDER_AUTOCAST = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,16 @@ def smallest_bytes(profile: MemoryProfile, batch_size: int) -> int:
 
 def _reliefs(profile: MemoryProfile) -> Iterator[tuple[str, MemoryProfile, str]]:
     """Name, the profile as it would be, and what to do."""
-    half = _with_activations(profile, 0.5)
     yield (
         "bf16 autocast",
         # Autocast makes a copy of each weight in 16 bits, and keeps it until the backward.
-        dataclasses.replace(half, other_bytes=profile.other_bytes + profile.parameter_bytes // 2),
-        'precision="bf16". What is saved in float32 takes half the bytes, and weights are copied in 16 bits.',
+        dataclasses.replace(
+            _with_activations(profile, _OF_SAVED_UNDER_AUTOCAST),
+            other_bytes=profile.other_bytes + profile.parameter_bytes // 2,
+        ),
+        'precision="bf16". What products save takes half the bytes, and weights are copied in 16 bits.',
     )
+    half = _with_activations(profile, 0.5)
     batch = Line(profile.batch.fixed, profile.batch.per_sample * 0.5)
     yield (
         "Half the tokens (or pixels) of a sample",
@@ -116,8 +121,7 @@ def _reliefs(profile: MemoryProfile) -> Iterator[tuple[str, MemoryProfile, str]]
         yield (
             f"Training only the last {trained} of {len(blocks)} blocks",
             _frozen_below(profile, blocks[-trained]),
-            "requires_grad_(False) on those before: they save nothing. Their gradients and optimizer state go too, "
-            "which is not counted here.",
+            "requires_grad_(False) on all before them: these save nothing, and have no gradients and optimizer state.",
         )
 
 
@@ -145,7 +149,16 @@ def _frozen_below(profile: MemoryProfile, name: str) -> MemoryProfile:
     nothing = {"saved": (), "inputs": (), "recompute": Line(), "may_recompute": False, "follows": False}
     nothing |= dict.fromkeys(("backward", "backward_first", "pending", "pending_first"), Line())
     slots = [dataclasses.replace(slot, **nothing) for slot in profile.slots[:first]]
-    return dataclasses.replace(profile, slots=(*slots, *profile.slots[first:]))
+    # A first backward down to this block has brought the gradients of all that is trained into being.
+    born = profile.slots[first].backward_first.fixed - profile.slots[first].backward.fixed
+    share = max(0.0, min(1.0, born / profile.gradient_bytes)) if profile.gradient_bytes else 1.0
+    return dataclasses.replace(
+        profile,
+        slots=(*slots, *profile.slots[first:]),
+        gradient_bytes=round(profile.gradient_bytes * share),
+        optimizer_bytes=round(profile.optimizer_bytes * share),
+        update_bytes=round(profile.update_bytes * share),
+    )
 
 
 def wrong_tool(profile: MemoryProfile, *, batch_size: int, budget_bytes: int, plan: Plan) -> tuple[str, ...]:
