@@ -112,9 +112,11 @@ def test_what_follows_waits_and_the_call_before_sets_out_early():
         output = model(x)
         assert host.log == ["out 0", "wait", "out 1", "wait", "out 2", "wait"]
         host.log.clear()
+        for index in range(3):
+            model[index][0].register_forward_pre_hook(lambda *_, index=index: host.log.append(f"run {index}"))
         output.sum().backward()
 
-    assert host.log == ["back 2", "wait", "back 1", "wait", "back 0", "wait"]
+    assert host.log == ["back 2", "wait", "back 1", "run 2", "wait", "back 0", "run 1", "wait", "run 0"]
 
 
 def test_two_inputs_of_a_call_come_back_together_and_each_once():

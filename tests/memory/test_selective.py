@@ -154,6 +154,16 @@ def test_kept_outputs_are_gone_after_backward():
     assert found == alone.current_bytes()
 
 
+def test_what_the_second_run_did_not_come_to_is_dropped_at_its_end():
+    x, kept = torch.randn(3, 3), KeptOutputs(selective.KEPT_OPERATIONS["matmul"])
+    with kept.recording():
+        x.mm(x).mm(x)
+    with kept.replaying():
+        x.mm(x)
+
+    assert [entry.output for entry in kept._kept] == [None, None]
+
+
 @pytest.mark.parametrize("keep", [None, *KEEP])
 def test_fake_tensors_count_the_same_peak(keep):
     model, x = stack(lambda: Layer(16)), torch.randn(8, 32, 16)
