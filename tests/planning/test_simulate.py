@@ -24,7 +24,10 @@ def test_peak_is_that_of_walking_through_every_event(seed):
 
     for recompute in some(every_choice(profile), seed):
         for sizes in CUTS:
-            assert peak_bytes(profile, sizes, recompute) == reference_peak(profile, sizes, recompute), (sizes, recompute)
+            assert peak_bytes(profile, sizes, recompute) == reference_peak(profile, sizes, recompute), (
+                sizes,
+                recompute,
+            )
 
 
 def test_peak_of_skip_connections_is_that_of_walking_through_every_event():

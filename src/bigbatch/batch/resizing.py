@@ -39,6 +39,4 @@ def _repeated(value: Any, dim: int, times: int, num_samples: int) -> Any:
         return value.repeat(shape).narrow(dim, 0, num_samples).clone(memory_format=torch.contiguous_format)
     if isinstance(value, list | tuple):
         return (value * times)[:num_samples]
-    import numpy  # Here, because only a batch that has such an array needs it.
-
-    return numpy.concatenate([value] * times, axis=dim)[(slice(None),) * dim + (slice(num_samples),)]
+    return value.take([index % value.shape[dim] for index in range(num_samples)], axis=dim)  # a NumPy array

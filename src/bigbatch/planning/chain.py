@@ -102,6 +102,13 @@ class Chain:
         """Each block that may be recomputed, alone."""
         return tuple((position, position) for position, ends in enumerate(self.ends) if ends)
 
+    def entries_of(self, segments: Iterable[Segment]) -> list[list[Segment]]:
+        """Segments that stand and fall together: those of all calls of a module."""
+        entries: dict[str | tuple[str, ...], list[Segment]] = {}
+        for segment in segments:
+            entries.setdefault(self.names_of([segment])[0], []).append(segment)
+        return list(entries.values())
+
     def names_of(self, segments: Iterable[Segment]) -> tuple[str | tuple[str, ...], ...]:
         """Segments as ``Plan.recompute`` has them."""
         entries: dict[str | tuple[str, ...], None] = {}

@@ -136,9 +136,7 @@ class MemoryProfile:
     @property
     def resident_bytes(self) -> int:
         """What is there at every moment of a step, beside the batch."""
-        return (
-            self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes + self.average_bytes + self.other_bytes
-        )
+        return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes + self.average_bytes + self.other_bytes
 
     def to_json(self) -> str:
         """The value as JSON text."""

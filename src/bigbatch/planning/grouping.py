@@ -3,7 +3,8 @@
 A state is what later slots see of a choice for the earlier ones: bytes held, seconds spent, and the key of shared
 storages (see ``Chain``). A state that holds no less and has spent no less than another one of the same key can be
 dropped, since whatever follows, the other does as well. So the walk finds the optimum. Where more states are left than
-``width``, they are thinned evenly over the bytes held; this happens in long chains of unequal blocks.
+``width``, they are thinned evenly over the bytes held; this happens in long chains of unequal blocks, and in those
+with many skip connections.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from bigbatch.planning.simulate import Simulation
 _State = tuple[int, int, float, tuple]
 _Front = dict[int, list[_State]]
 
-WIDTH = 256
-"""States that are kept at a slot. Up to twelve blocks there are hardly ever so many."""
+WORK = 800_000
+"""States times moves that a walk may look at. Chains of up to twelve blocks hardly ever need so many."""
 
+_WIDTHS = (64, 4096)
 _NARROW = 8
+_KEYS_IN_A_STRETCH = 8
 _BETTER = 1 - 1e-9
 
 
 def cheapest(
-    simulation: Simulation, most_bytes: float, most_seconds: float = float("inf"), width: int = WIDTH
+    simulation: Simulation, most_bytes: float, most_seconds: float = math.inf, work: int = WORK
 ) -> tuple[Segment, ...] | None:
     """The segments of least added seconds with which a step stays within ``most_bytes``.
 
     Args:
+        simulation: Of the step.
         most_bytes: The most that ``Simulation.peak_of`` may be.
         most_seconds: The most that may be added; a bound makes the walk quicker.
-        width: States kept at a slot.
+        work: States times moves that the walk may look at, about.
 
     Returns:
         The segments, or None when there are none within both bounds.
@@ -43,24 +47,43 @@ def cheapest(
     # A narrow walk has an answer at once, and with that bound the wide one is short.
     found = _Walk(simulation, most_bytes, most_seconds, _NARROW).run()
     bound = most_seconds if found is None else _added(simulation, found) * _BETTER
-    better = _Walk(simulation, most_bytes, bound, width).run() if bound > 0 else None
-    return better if better is not None else found
+    if bound <= 0:
+        return found
+    walk = _Walk(simulation, most_bytes, bound, _width(simulation, work))
+    better = walk.run() or found
+    return _without_useless(simulation, better, most_bytes) if better and walk.is_thinned else better
 
 
-def leanest(simulation: Simulation, most_bytes: float = float("inf")) -> tuple[Segment, ...] | None:
+def leanest(simulation: Simulation, most_bytes: float = math.inf) -> tuple[Segment, ...] | None:
     """The segments of the least peak, whatever they cost; None when it is above ``most_bytes``."""
-    found = _Walk(simulation, most_bytes, None, WIDTH).run()
+    width = _width(simulation, WORK)
+    found = _Walk(simulation, most_bytes, None, width).run()
     if found is None:
         return None
     none_fits, peak = -1, simulation.peak_of(found)
     while peak - none_fits > 1:
         middle = (peak + none_fits) // 2
-        leaner = _Walk(simulation, middle, None, WIDTH).run()
+        leaner = _Walk(simulation, middle, None, width).run()
         if leaner is None:
             none_fits = middle
         else:
             found, peak = leaner, simulation.peak_of(leaner)
     return found
+
+
+def _width(simulation: Simulation, work: int) -> int:
+    least, most = _WIDTHS
+    return min(most, max(least, work // sum(1 + len(ends) for ends in simulation.chain.ends)))
+
+
+def _without_useless(simulation: Simulation, segments: tuple[Segment, ...], most_bytes: float) -> tuple[Segment, ...]:
+    """The segments without those that the bytes do not need: a thinned walk may have lost the states without them."""
+    entries = sorted(simulation.chain.entries_of(segments), key=lambda entry: -_added(simulation, entry))
+    for entry in entries:
+        rest = tuple(segment for segment in segments if segment not in entry)
+        if simulation.peak_of(rest) <= most_bytes:
+            segments = rest
+    return segments
 
 
 def _added(simulation: Simulation, segments: Sequence[Segment]) -> float:
@@ -76,6 +99,7 @@ class _Walk:
         self.room = most_bytes - simulation.fixed_bytes
         self.bound, self.times_count, self.width = most_seconds or 0.0, most_seconds is not None, width
         self.to_drop, self.price = self._prices()
+        self.is_thinned = False
         self.fronts: list[_Front] = [{} for _ in range(len(self.chain.slots) + 1)]
 
     def _prices(self) -> tuple[list[float], list[float]]:
@@ -86,7 +110,7 @@ class _Walk:
         ends, saved = self.chain.ends, self.first.saved_own
         seconds_of, whole_seconds_of = self.simulation.seconds_of, self.simulation.whole_seconds_of
         count = len(ends)
-        too_many, price = [0.0] * (count + 1), [float("inf")] * (count + 1)
+        too_many, price = [0.0] * (count + 1), [math.inf] * (count + 1)
         too_many[count] = self.first.backward[-1] - self.room
         for slot in reversed(range(count)):
             own = saved[slot]
@@ -176,18 +200,13 @@ class _Walk:
         """The states at a slot that are worth going on from, by key, each list by ascending bytes held."""
         worth = {key: self._worth(slot, states) for key, states in self.fronts[slot].items()}
         front = {key: states for key, states in worth.items() if states}
-        num_states = sum(map(len, front.values()))
-        if num_states <= self.width:
+        if sum(map(len, front.values())) <= self.width:
             return front
-        most = max(1, self.width // len(front))
-        thin = {key: _evenly(states, most) for key, states in front.items()}
-        if len(thin) > self.width:
-            kept = sorted(thin, key=lambda key: thin[key][0])[: self.width]
-            thin = {key: thin[key] for key in kept}
-        return thin
+        self.is_thinned = True
+        return _spread(front, self.width)
 
     def _worth(self, slot: int, states: list[_State]) -> list[_State]:
-        if self.times_count and self.to_drop[slot] > 0 and self.price[slot] < float("inf"):
+        if self.times_count and self.to_drop[slot] > 0 and self.price[slot] < math.inf:
             drop, price, bound = self.to_drop[slot], self.price[slot], self.bound
             states = [state for state in states if state[2] + max(0.0, state[0] + drop) * price <= bound]
         return _undominated_in_both(states) if self.second else _undominated(states)
@@ -200,7 +219,7 @@ def _count(states: list[_State], most_held: float) -> int:
 def _undominated(states: list[_State]) -> list[_State]:
     """States by ascending bytes, without those that another one is no worse than in bytes and seconds."""
     states.sort()
-    kept, least = [], float("inf")
+    kept, least = [], math.inf
     for state in states:
         if state[2] < least:
             kept.append(state)
@@ -226,17 +245,25 @@ def _undominated_in_both(states: list[_State]) -> list[_State]:
     return kept
 
 
-def _evenly(states: list[_State], most: int) -> list[_State]:
-    """At most so many states: the leanest, and the quickest of each of equal stretches of bytes held."""
-    if len(states) <= most:
-        return states
-    if most == 1:
-        return states[:1]
-    low, high = states[0][0], states[-1][0]
-    stretches: dict[int, _State] = {}
-    for state in states:
-        place = (state[0] - low) * (most - 2) // max(1, high - low)
-        if place not in stretches or state[2] <= stretches[place][2]:
-            stretches[place] = state
-    thin = list(stretches.values())
-    return thin if thin[0] is states[0] else [states[0], *thin]
+def _spread(front: _Front, most: int) -> _Front:
+    """About so many states: the leanest, and some of the quickest of each of equal stretches of bytes held.
+
+    They are of different keys, so that those which hold shared storages early are not all lost.
+    """
+    pool = sorted((state, key) for key, states in front.items() for state in states)
+    low, high = pool[0][0][0], pool[-1][0][0]
+    each = min(_KEYS_IN_A_STRETCH, len(front))
+    count = max(1, most // each)
+    stretches: dict[int, list[tuple[_State, int]]] = {}
+    for state, key in pool:
+        stretches.setdefault((state[0] - low) * count // (high - low + 1), []).append((state, key))
+    thin: _Front = {pool[0][1]: [pool[0][0]]}
+    for stretch in stretches.values():
+        quickest: dict[int, _State] = {}
+        for state, key in stretch:
+            if key not in quickest or state[2] < quickest[key][2]:
+                quickest[key] = state
+        for key, state in sorted(quickest.items(), key=lambda item: item[1][2])[:each]:
+            if state is not pool[0][0]:
+                thin.setdefault(key, []).append(state)
+    return {key: sorted(states) for key, states in thin.items()}

@@ -15,7 +15,7 @@ from bigbatch.batch.sizes import micro_batch_sizes, part_sizes
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.planning.chain import Chain, Segment
 from bigbatch.planning.costs import MemoryProfile
-from bigbatch.planning.grouping import WIDTH, cheapest, leanest
+from bigbatch.planning.grouping import WORK, cheapest, leanest
 from bigbatch.planning.seconds import seconds_without_recompute
 from bigbatch.planning.simulate import Simulation
 from bigbatch.units import format_bytes
@@ -25,7 +25,7 @@ MARGIN = 0.02
 """Share of the budget that a plan leaves free, for what the prediction may be off by."""
 
 MAX_FRONTIER_PLANS = 40
-_FRONTIER_WIDTH = 64
+_FRONTIER_WORK = WORK // 4
 _TIES = 3
 
 Recompute = Literal["all", "none"] | Sequence[str | tuple[str, ...]] | None
@@ -74,7 +74,7 @@ def search(
     check_positive("budget_bytes", budget_bytes)
     space = _Space(profile, batch_size, micro_batch_size, recompute)
     limit = _limit(budget_bytes, margin)
-    choice = space.fastest(limit, WIDTH, ties=_TIES)
+    choice = space.fastest(limit, WORK, ties=_TIES)
     if choice is None:
         raise _nothing_fits(space, budget_bytes, margin)
     return space.plan(choice, budget_bytes)
@@ -102,7 +102,7 @@ def frontier(
     """
     space = _Space(profile, batch_size, micro_batch_size, recompute)
     smallest = space.smallest()
-    choice = space.fastest(math.inf, _FRONTIER_WIDTH)
+    choice = space.fastest(math.inf, _FRONTIER_WORK)
     found: list[_Choice] = []
     ratio = (max(1, smallest.needed_bytes) / max(1, choice.needed_bytes)) ** (1 / (most - 1)) if choice else 1.0
     limit = float(choice.needed_bytes) if choice else 0.0
@@ -112,7 +112,7 @@ def frontier(
             break
         # The last one is at the smallest peak of all, so that the frontier ends where a budget begins to work.
         limit = max(smallest.needed_bytes, min(math.floor(limit * ratio), choice.needed_bytes - 1))
-        choice = space.fastest(limit, _FRONTIER_WIDTH) or smallest
+        choice = space.fastest(limit, _FRONTIER_WORK) or smallest
     return _undominated([space.plan(choice, None) for choice in found])
 
 
@@ -191,31 +191,31 @@ class _Space:
         needed = simulation.peak_of(segments) + simulation.workspace_bytes
         return _Choice(simulation.step_seconds_of(segments), needed, size, segments)
 
-    def fastest(self, limit: float, width: int, ties: int = 0) -> _Choice | None:
+    def fastest(self, limit: float, work: int, ties: int = 0) -> _Choice | None:
         """The choice of least seconds that needs at most ``limit`` bytes.
 
         Args:
             limit: Bytes, with workspace.
-            width: States kept in the walk along the slots.
+            work: How much the walk along the slots may look at.
             ties: How often to look for a choice that is as fast and needs less.
         """
         best: _Choice | None = None
-        least = {size: self._least_seconds(size, limit, width) for size in self.cuts}
+        least = {size: self._least_seconds(size, limit, work) for size in self.cuts}
         # The most promising first: what it takes then rules most of the others out.
         for size in sorted(least, key=lambda size: (least[size], size)):
             if least[size] > (math.inf if best is None else best.seconds) or math.isinf(least[size]):
                 break
-            found = self._fastest_of(size, limit, math.inf if best is None else best.seconds, width)
+            found = self._fastest_of(size, limit, math.inf if best is None else best.seconds, work)
             if found is not None and (best is None or found[:2] < best[:2]):
                 best = found
         for _ in range(ties if best is not None and best.segments else 0):
-            found = self._fastest_of(best.micro_batch_size, best.needed_bytes - 1, best.seconds, width)
+            found = self._fastest_of(best.micro_batch_size, best.needed_bytes - 1, best.seconds, work)
             if found is None or found.seconds > best.seconds * (1 + 1e-12):
                 break
             best = found
         return best
 
-    def _fastest_of(self, size: int, limit: float, seconds: float, width: int) -> _Choice | None:
+    def _fastest_of(self, size: int, limit: float, seconds: float, work: int) -> _Choice | None:
         """The best choice of a cut within bytes and seconds, as far as there is one."""
         simulation = self.simulation(size)
         if self.held is not None:
@@ -224,20 +224,20 @@ class _Space:
         direct = self._choice(size, ())
         if direct.needed_bytes <= limit:
             return direct
-        known = self._known.get((size, width))
+        known = self._known.get((size, work))
         if known is not None and known.limit >= limit and known.choice is not None:
             if known.choice.needed_bytes <= limit:
                 return known.choice
         # A sum in another order must not miss a choice that is exactly as fast.
         added = seconds * (1 + 1e-12) - simulation.plain_seconds
-        segments = cheapest(simulation, limit - simulation.workspace_bytes, added, width)
+        segments = cheapest(simulation, limit - simulation.workspace_bytes, added, work)
         choice = None if segments is None else self._choice(size, segments)
-        self._known[size, width] = _Known(limit, seconds if choice is None else choice.seconds, choice)
+        self._known[size, work] = _Known(limit, seconds if choice is None else choice.seconds, choice)
         return choice
 
-    def _least_seconds(self, size: int, limit: float, width: int) -> float:
+    def _least_seconds(self, size: int, limit: float, work: int) -> float:
         """No choice of this cut is faster; infinite when it has none. With less memory nothing gets faster."""
-        known = self._known.get((size, width))
+        known = self._known.get((size, work))
         return known.seconds if known is not None and known.limit >= limit else self.plain_seconds[size]
 
     def smallest(self) -> _Choice:

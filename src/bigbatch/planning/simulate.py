@@ -186,7 +186,9 @@ def peak_bytes(profile: MemoryProfile, sizes: Sequence[int], recompute: Sequence
     return simulation.peak_of(simulation.chain.segments_of(recompute))
 
 
-def step_seconds(profile: MemoryProfile, sizes: Sequence[int], recompute: Sequence[str | tuple[str, ...]] = ()) -> float:
+def step_seconds(
+    profile: MemoryProfile, sizes: Sequence[int], recompute: Sequence[str | tuple[str, ...]] = ()
+) -> float:
     """Seconds of a step; arguments and errors are those of ``peak_bytes``."""
     simulation = Simulation(profile, sizes)
     return simulation.step_seconds_of(simulation.chain.segments_of(recompute))
