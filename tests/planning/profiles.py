@@ -181,7 +181,7 @@ def _moments_of_micro_batch(profile: MemoryProfile, size: int, recompute: tuple,
 
     slots = profile.slots
     names = [slot.name for slot in slots]
-    groups = [(entry,) if isinstance(entry, str) else entry for entry in recompute]
+    groups = [[entry] if isinstance(entry, str) else list(entry) for entry in recompute]
     group_at: dict[int, list[int]] = {}
     for group in groups:
         for start in [position for position, name in enumerate(names) if name == group[0]]:
@@ -238,4 +238,4 @@ def every_choice(profile: MemoryProfile) -> list[tuple]:
                 following[(*choice[:-1], (*choice[-1], slot.name))] = None
         grown = following
     choices = list(grown)
-    return [tuple(group if len(group) > 1 else group[0] for group in choice) for choice in choices]
+    return [tuple(group[0] if len(group) == 1 else group for group in choice) for choice in choices]

@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 import pytest
@@ -53,7 +54,7 @@ def check_against(options: list[Option], profile: MemoryProfile, batch_size: int
     for budget in budgets(options):
         fitting = [option for option in options if option.needed <= math.floor(budget * (1 - MARGIN))]
         if not fitting:
-            with pytest.raises(bb.BudgetError) as caught:
+            with pytest.raises(bb.BudgetError, match="No plan fits") as caught:
                 search(profile, batch_size=batch_size, budget_bytes=budget, margin=MARGIN)
             check_smallest(caught.value.smallest_bytes, options, profile, batch_size)
             continue
@@ -68,7 +69,7 @@ def check_smallest(smallest_bytes: int | None, options: list[Option], profile: M
     least = min(option.needed for option in options)
     assert math.floor(smallest_bytes * (1 - MARGIN)) >= least > math.floor((smallest_bytes - 1) * (1 - MARGIN))
     search(profile, batch_size=batch_size, budget_bytes=smallest_bytes, margin=MARGIN)
-    with pytest.raises(bb.BudgetError):
+    with pytest.raises(bb.BudgetError, match="No plan fits"):
         search(profile, batch_size=batch_size, budget_bytes=smallest_bytes - 1, margin=MARGIN)
 
 
@@ -215,6 +216,68 @@ def test_frontier_of_a_small_model_has_all_that_is_worth_it():
     assert {round(plan.step_seconds or 0, 9) for plan in plans} == worth
 
 
+def uniform_policies(profile: MemoryProfile) -> list[tuple]:
+    """What people do by hand: nothing, every k-th block, the first half, equal segments."""
+    names = [slot.name for slot in profile.slots if slot.may_recompute]
+    policies: list[tuple] = [(), tuple(names[: len(names) // 2]), tuple(names[len(names) // 2 :])]
+    policies += [tuple(names[::step]) for step in (1, 2, 3, 4, 6)]
+    for length in (2, 3, 4, 6, 10):
+        groups = [tuple(names[start : start + length]) for start in range(0, len(names), length)]
+        policies.append(tuple(group[0] if len(group) == 1 else group for group in groups))
+    return policies
+
+
+def test_in_a_long_chain_no_uniform_policy_is_better():
+    """There are too many choices to try them all."""
+    profile = equal_blocks(40)
+    seconds = [slot.forward_seconds.per_sample * (1 + 0.5 * math.sin(i)) for i, slot in enumerate(profile.slots)]
+    slots = [
+        dataclasses.replace(slot, forward_seconds=Line(0, second), recompute_seconds=Line(0, 0.8 * second))
+        for slot, second in zip(profile.slots, seconds, strict=True)
+    ]
+    profile, sizes = dataclasses.replace(profile, slots=tuple(slots)), [4, 4]
+    better = 0
+    for policy in uniform_policies(profile):
+        budget = peak_bytes(profile, sizes, policy)
+
+        plan = search(profile, batch_size=8, micro_batch_size=4, budget_bytes=budget, margin=0)
+
+        assert (plan.peak_bytes or 0) <= budget
+        assert (plan.step_seconds or 0) <= step_seconds(profile, sizes, policy) * (1 + 1e-9), policy
+        better += (plan.step_seconds or 0) < step_seconds(profile, sizes, policy) * 0.99
+    assert better >= 6
+
+
+def test_of_two_plans_that_are_as_fast_the_leaner_one_is_taken():
+    """All blocks cost the same; with early ones recomputed the peak is lower than with late ones."""
+    profile = equal_blocks(6)
+    options = [option for option in exhaustive(profile, 1) if option.size == 1]
+    for budget in budgets(options, 20)[3:]:
+        plan = search(profile, batch_size=1, budget_bytes=budget, margin=MARGIN)
+        as_fast = [option.needed for option in options if option.seconds <= (plan.step_seconds or 0) * (1 + 1e-9)]
+
+        assert plan.peak_bytes == min(as_fast)
+
+
+def test_the_frontier_of_eighty_blocks_takes_seconds():
+    """Of the processor, so that others on the machine do not count."""
+    start = time.process_time()
+
+    plans = frontier(equal_blocks(80, num_own=20), batch_size=64)
+
+    assert time.process_time() - start < 5
+    assert 20 <= len(plans) <= 40
+
+
+def test_a_frontier_holds_what_is_held():
+    profile = equal_blocks(6)
+
+    assert {plan.recompute for plan in frontier(profile, batch_size=8, recompute="none")} == {()}
+    assert {plan.micro_batch_size for plan in frontier(profile, batch_size=8, micro_batch_size=4)} == {4}
+    assert len(frontier(profile, batch_size=8, micro_batch_size=4, recompute="all")) == 1
+    assert len(frontier(profile, batch_size=8, most=3)) <= 3
+
+
 def test_choices_that_are_held_stay():
     profile = equal_blocks(4)
     plenty = {"batch_size": 8, "budget_bytes": 10**9}
@@ -232,7 +295,7 @@ def test_choices_that_are_held_stay():
 def test_where_nothing_fits_the_error_says_what_would():
     profile = equal_blocks(4)
 
-    with pytest.raises(bb.BudgetError) as caught:
+    with pytest.raises(bb.BudgetError, match="No plan fits") as caught:
         search(profile, batch_size=8, budget_bytes=10_000)
     smallest = caught.value.smallest_bytes or 0
     assert str(caught.value).startswith("No plan fits in 9.77 KiB: even micro-batches of 1 with ")
@@ -273,19 +336,19 @@ def test_without_times_the_largest_micro_batch_is_taken_and_nothing_is_recompute
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("option", "match"),
     [
-        {"batch_size": 0},
-        {"budget_bytes": 0},
-        {"margin": 1},
-        {"margin": -0.1},
-        {"micro_batch_size": 0},
-        {"recompute": "some"},
-        {"recompute": ("head",)},
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"budget_bytes": 0}, "budget_bytes=0"),
+        ({"margin": 1}, "margin=1; it is a share"),
+        ({"margin": -0.1}, "margin=-0.1; it is a share"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0"),
+        ({"recompute": "some"}, 'recompute=\'some\'; it is "all", "none"'),
+        ({"recompute": ("head",)}, "no block for"),
     ],
 )
-def test_options_out_of_range_are_refused(option):
-    with pytest.raises(bb.OptionError):
+def test_options_out_of_range_are_refused(option, match):
+    with pytest.raises(bb.OptionError, match=match):
         search(equal_blocks(2), **{"batch_size": 4, "budget_bytes": 10**9, **option})
 
 

@@ -125,6 +125,7 @@ def test_recompute_always_costs_something():
         (("blocks.0", ("blocks.0", "blocks.1")), r"\['blocks.0'\] twice"),
         ((("blocks.0", "blocks.2"),), "no neighbours"),
         ((("blocks.1", "blocks.0"),), "no neighbours"),
+        (((),), "empty group"),
     ],
 )
 def test_what_cannot_be_recomputed_is_named(recompute, match):

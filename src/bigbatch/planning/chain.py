@@ -114,7 +114,7 @@ class Chain:
         entries: dict[str | tuple[str, ...], None] = {}
         for first, last in sorted(segments):
             names = tuple(slot.name for slot in self.slots[first : last + 1] if slot.name is not None)
-            entries[names if len(names) > 1 else names[0]] = None
+            entries[names[0] if len(names) == 1 else names] = None
         return tuple(entries)
 
     def segments_of(self, recompute: Sequence[str | tuple[str, ...]]) -> tuple[Segment, ...]:
@@ -123,26 +123,28 @@ class Chain:
         Raises:
             OptionError: A name is no block, stands twice, or a group is not of neighbours.
         """
-        entries = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in recompute]
+        entries = [[entry] if isinstance(entry, str) else list(entry) for entry in recompute]
         names = [name for entry in entries for name in entry]
         if strangers := [name for name in names if name not in self.calls]:
             raise OptionError(
                 f"recompute names {format_names(strangers)}, which the profile has no block for. "
                 f"Its blocks are {format_names(list(self.calls), most=8)}."
             )
+        if not all(entries):
+            raise OptionError("recompute has an empty group. Name the modules of each group.")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise OptionError(f"recompute names {format_names(twice)} twice. Name each module once.")
         return tuple(sorted(segment for entry in entries for segment in self._segments_of_entry(entry)))
 
-    def _segments_of_entry(self, entry: tuple[str, ...]) -> list[Segment]:
+    def _segments_of_entry(self, entry: list[str]) -> list[Segment]:
         blocks = [position for position, slot in enumerate(self.slots) if slot.name is not None]
         segments = []
         for call in self.calls[entry[0]]:
             start = blocks.index(call)
             members = blocks[start : start + len(entry)]
-            if [self.slots[member].name for member in members] != list(entry):
+            if [self.slots[member].name for member in members] != entry:
                 raise OptionError(
-                    f"recompute has the group {entry}, but these are no neighbours in the order they run. "
+                    f"recompute has the group {tuple(entry)}, but these are no neighbours in the order they run. "
                     f"Name neighbours in their order, or each of them alone."
                 )
             segments.append((members[0], members[-1]))

@@ -111,7 +111,7 @@ class _Walk:
         seconds_of, whole_seconds_of = self.simulation.seconds_of, self.simulation.whole_seconds_of
         count = len(ends)
         too_many, price = [0.0] * (count + 1), [math.inf] * (count + 1)
-        too_many[count] = self.first.backward[-1] - self.room
+        too_many[count] = (self.first.backward[-1] if count else 0) - self.room
         for slot in reversed(range(count)):
             own = saved[slot]
             too_many[slot], price[slot] = too_many[slot + 1] + own, price[slot + 1]
@@ -250,6 +250,8 @@ def _spread(front: _Front, most: int) -> _Front:
 
     They are of different keys, so that those which hold shared storages early are not all lost.
     """
+    if len(front) == 1:
+        return {key: _evenly(states, most) for key, states in front.items()}
     pool = sorted((state, key) for key, states in front.items() for state in states)
     low, high = pool[0][0][0], pool[-1][0][0]
     each = min(_KEYS_IN_A_STRETCH, len(front))
@@ -267,3 +269,12 @@ def _spread(front: _Front, most: int) -> _Front:
             if state is not pool[0][0]:
                 thin.setdefault(key, []).append(state)
     return {key: sorted(states) for key, states in thin.items()}
+
+
+def _evenly(states: list[_State], most: int) -> list[_State]:
+    """The same for states of one key."""
+    low, high = states[0][0], states[-1][0]
+    # They get quicker with more bytes, so the last of a stretch is its quickest.
+    quickest = {(state[0] - low) * most // (high - low + 1): state for state in states}
+    thin = list(quickest.values())
+    return thin if thin[0] is states[0] else [states[0], *thin]

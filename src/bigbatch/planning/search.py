@@ -27,6 +27,7 @@ MARGIN = 0.02
 MAX_FRONTIER_PLANS = 40
 _FRONTIER_WORK = WORK // 4
 _TIES = 3
+_SAME = 1 + 1e-12
 
 Recompute = Literal["all", "none"] | Sequence[str | tuple[str, ...]] | None
 
@@ -208,9 +209,11 @@ class _Space:
             found = self._fastest_of(size, limit, math.inf if best is None else best.seconds, work)
             if found is not None and (best is None or found[:2] < best[:2]):
                 best = found
-        for _ in range(ties if best is not None and best.segments else 0):
+        for _ in range(ties):
+            if best is None or not best.segments:
+                break
             found = self._fastest_of(best.micro_batch_size, best.needed_bytes - 1, best.seconds, work)
-            if found is None or found.seconds > best.seconds * (1 + 1e-12):
+            if found is None or found.seconds > best.seconds * _SAME:
                 break
             best = found
         return best
@@ -225,11 +228,10 @@ class _Space:
         if direct.needed_bytes <= limit:
             return direct
         known = self._known.get((size, work))
-        if known is not None and known.limit >= limit and known.choice is not None:
-            if known.choice.needed_bytes <= limit:
-                return known.choice
+        if known is not None and known.choice is not None and known.choice.needed_bytes <= limit <= known.limit:
+            return known.choice
         # A sum in another order must not miss a choice that is exactly as fast.
-        added = seconds * (1 + 1e-12) - simulation.plain_seconds
+        added = seconds * _SAME - simulation.plain_seconds
         segments = cheapest(simulation, limit - simulation.workspace_bytes, added, work)
         choice = None if segments is None else self._choice(size, segments)
         self._known[size, work] = _Known(limit, seconds if choice is None else choice.seconds, choice)

@@ -1,10 +1,10 @@
-"""The peak and the time of a step for any choice of micro-batch sizes and recomputed blocks, without running it.
+r"""The peak and the time of a step for any choice of micro-batch sizes and recomputed blocks, without running it.
 
 Going forward, each slot puts storages on hold until its backward: what it saves; when it is recomputed, what goes into
 it; nothing when it comes later in a group. A slot sees the bytes held before it and its own work. With a group $i..k$
 recomputed as one, its backward sees, for each member $t$,
 
-$$ \\mathrm{held}(i) + |\\mathrm{saved}(i..t)| + \\mathrm{backward}(t), $$
+$$ \mathrm{held}(i) + |\mathrm{saved}(i..t)| + \mathrm{backward}(t), $$
 
 where held$(i)$ counts up to the inputs of $i$: what later slots held is free by then. This is why a position counts,
 and why a sum of saved bytes is no bound on the peak.
@@ -19,6 +19,9 @@ from typing import NamedTuple
 from bigbatch.planning.chain import Chain, Segment
 from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.seconds import recompute_seconds, seconds_without_recompute
+
+Entries = Sequence[str | tuple[str, ...]]
+"""What is recomputed, as in ``Plan.recompute``."""
 
 
 class Move(NamedTuple):
@@ -172,7 +175,7 @@ class Simulation:
         return self.plain_seconds + sum(self.seconds_of(*segment) for segment in segments)
 
 
-def peak_bytes(profile: MemoryProfile, sizes: Sequence[int], recompute: Sequence[str | tuple[str, ...]] = ()) -> int:
+def peak_bytes(profile: MemoryProfile, sizes: Sequence[int], recompute: Entries = ()) -> int:
     """Peak of a steady step, in bytes, workspace of kernels not counted.
 
     Args:
@@ -186,9 +189,7 @@ def peak_bytes(profile: MemoryProfile, sizes: Sequence[int], recompute: Sequence
     return simulation.peak_of(simulation.chain.segments_of(recompute))
 
 
-def step_seconds(
-    profile: MemoryProfile, sizes: Sequence[int], recompute: Sequence[str | tuple[str, ...]] = ()
-) -> float:
+def step_seconds(profile: MemoryProfile, sizes: Sequence[int], recompute: Entries = ()) -> float:
     """Seconds of a step; arguments and errors are those of ``peak_bytes``."""
     simulation = Simulation(profile, sizes)
     return simulation.step_seconds_of(simulation.chain.segments_of(recompute))
