@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.planner.meter import Peak, peak_of, process_peak
+import bigbatch as bb
+from benchmarks.planner.meter import Peak, peak_of, process_peak, storages_in
 from bigbatch.tasks.shapes.gpt2 import Gpt2
 from bigbatch.tasks.shapes.shape import class_loss, tokens
 
@@ -117,6 +118,19 @@ def test_a_block_that_an_earlier_recording_knew_has_its_own_size():
         assert peak.above_bytes == 8 * MB
 
 
+def test_all_that_a_step_of_ours_keeps_is_found_in_it():
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Linear(64, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    batch = torch.randn(12, 64), torch.randint(5, (12,))
+    step = bb.Step(model, class_loss, optimizer, micro_batch_size=5, max_grad_norm=1.0, ema=average)
+    peak = peak_of(lambda: step(batch), step, batch)
+
+    parts = [*model.parameters(), *average.parameters(), optimizer.state]
+    assert peak.resident_bytes > sum(storage.nbytes() for storage in storages_in(parts))
+    assert peak.unseen_bytes == 0
+
+
 def test_what_a_step_keeps_to_itself_is_seen():
     kept: dict[str, torch.Tensor] = {}
 
@@ -157,6 +171,17 @@ def test_a_process_holds_what_is_computed_by_hand():
 
     assert peak.peak_bytes == pytest.approx(58 * MB, abs=1 * MB)
     assert process_peak(functools.partial(build_known, 18)).peak_bytes == pytest.approx(68 * MB, abs=1 * MB)
+
+
+def build_untouched() -> Callable[[], bool]:
+    return lambda: torch.empty(10 * MB) is None
+
+
+@needs_proc
+def test_what_is_allocated_and_not_used_is_held_only_when_all_is_touched():
+    assert peak_of(build_untouched()).peak_bytes == 40 * MB
+    assert process_peak(build_untouched).peak_bytes < 1 * MB
+    assert process_peak(build_untouched, touch_all=True).peak_bytes == pytest.approx(40 * MB, abs=1 * MB)
 
 
 @pytest.mark.slow

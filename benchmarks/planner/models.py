@@ -64,12 +64,13 @@ def _transformers(size: Size) -> list[Model]:
     text = dict(num_layers=10 if large else 4, width=256 if large else 96, num_heads=8 if large else 4)
     text |= dict(vocabulary=vocabulary, length=length)
     llama = text | dict(num_kv_heads=2, hidden=704 if large else 256)
+    experts = text | dict(num_layers=6 if large else 4)
     makers: dict[str, Callable[[], nn.Module]] = {
         "gpt2-like": partial(Gpt2, **text),
         "llama-like, tied head": partial(Llama, **llama, tied=True),
         "llama-like, untied head": partial(Llama, **llama),
-        "mixture of experts": partial(MixtureOfExperts, **text),
-        "mixture of experts, by index": partial(MixtureOfExperts, **text, by_index=True),
+        "mixture of experts": partial(MixtureOfExperts, **experts),
+        "mixture of experts, by index": partial(MixtureOfExperts, **experts, by_index=True),
     }
     batch = partial(tokens, length=length, vocabulary=vocabulary)
     return [Model(name, maker, class_loss, batch) for name, maker in makers.items()]
