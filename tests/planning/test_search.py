@@ -248,6 +248,28 @@ def test_in_a_long_chain_no_uniform_policy_is_better():
     assert better >= 6
 
 
+@pytest.mark.parametrize("name", ["many skips", "two calls of each"])
+def test_the_smallest_budget_works_in_a_long_chain_too(name):
+    """More states than are kept: the one choice that fits must not be lost."""
+    profile = random_profile(2, num_blocks=40) if name == "many skips" else called_twice(equal_blocks(20))
+    with pytest.raises(bb.BudgetError, match="No plan fits") as caught:
+        search(profile, batch_size=2, budget_bytes=1)
+    smallest = caught.value.smallest_bytes or 0
+
+    assert (search(profile, batch_size=2, budget_bytes=smallest).peak_bytes or 0) <= smallest * (1 - MARGIN)
+    peaks = [plan.peak_bytes or 0 for plan in frontier(profile, batch_size=2)]
+    assert peaks == sorted(set(peaks))
+    assert len(peaks) > 5
+
+
+def called_twice(profile: MemoryProfile) -> MemoryProfile:
+    """The second half of the blocks are the first half again."""
+    names = [slot.name for slot in profile.slots if slot.name]
+    first = dict(zip(names[len(names) // 2 :], names, strict=False))
+    slots = [dataclasses.replace(slot, name=first.get(slot.name or "", slot.name)) for slot in profile.slots]
+    return dataclasses.replace(profile, slots=tuple(slots))
+
+
 def test_of_two_plans_that_are_as_fast_the_leaner_one_is_taken():
     """All blocks cost the same; with early ones recomputed the peak is lower than with late ones."""
     profile = equal_blocks(6)

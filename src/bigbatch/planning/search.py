@@ -8,16 +8,10 @@ micro-batch is free and recompute is not; before it, the other way round. So nei
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
-from bigbatch.batch.sizes import micro_batch_sizes, part_sizes
 from bigbatch.errors import BudgetError, OptionError
-from bigbatch.planning.chain import Chain, Segment
 from bigbatch.planning.costs import MemoryProfile
-from bigbatch.planning.grouping import WORK, cheapest, leanest
-from bigbatch.planning.seconds import seconds_without_recompute
-from bigbatch.planning.simulate import Simulation
+from bigbatch.planning.space import Choice, Recompute, Space
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan, check_positive
 
@@ -25,28 +19,7 @@ MARGIN = 0.02
 """Share of the budget that a plan leaves free, for what the prediction may be off by."""
 
 MAX_FRONTIER_PLANS = 40
-_FRONTIER_WORK = WORK // 4
-_TIES = 3
-_SAME = 1 + 1e-12
-
-Recompute = Literal["all", "none"] | Sequence[str | tuple[str, ...]] | None
-
-
-class _Choice(NamedTuple):
-    """A cut and what is recomputed in it. The least seconds come first, then the least bytes."""
-
-    seconds: float
-    needed_bytes: int  # with workspace
-    micro_batch_size: int
-    segments: tuple[Segment, ...]
-
-
-class _Known(NamedTuple):
-    """What was found out about a cut at a limit: its best choice, or that there is none of less than ``seconds``."""
-
-    limit: float
-    seconds: float
-    choice: _Choice | None
+_CLOSE_LOOKS = 4
 
 
 def search(
@@ -73,12 +46,15 @@ def search(
         OptionError: An option is out of its range, or ``recompute`` names what the profile does not have.
     """
     check_positive("budget_bytes", budget_bytes)
-    space = _Space(profile, batch_size, micro_batch_size, recompute)
+    space = Space(profile, batch_size, micro_batch_size, recompute)
     limit = _limit(budget_bytes, margin)
-    choice = space.fastest(limit, WORK, ties=_TIES)
+    choice = space.fastest(limit, close_looks=_CLOSE_LOOKS)
     if choice is None:
-        raise _nothing_fits(space, budget_bytes, margin)
-    return space.plan(choice, budget_bytes)
+        # In a long chain with many skips the only choice that fits may be lost; what the error promises must work.
+        choice = space.smallest()
+        if choice.needed_bytes > limit:
+            raise _nothing_fits(space, choice, budget_bytes, margin)
+    return space.plan(space.leaner(choice), budget_bytes)
 
 
 def frontier(
@@ -101,10 +77,10 @@ def frontier(
         recompute: As in ``search``.
         most: Plans at most, at least 2.
     """
-    space = _Space(profile, batch_size, micro_batch_size, recompute)
+    space = Space(profile, batch_size, micro_batch_size, recompute)
     smallest = space.smallest()
-    choice = space.fastest(math.inf, _FRONTIER_WORK)
-    found: list[_Choice] = []
+    choice = space.fastest(math.inf, close_looks=1)
+    found: list[Choice] = []
     ratio = (max(1, smallest.needed_bytes) / max(1, choice.needed_bytes)) ** (1 / (most - 1)) if choice else 1.0
     limit = float(choice.needed_bytes) if choice else 0.0
     while choice is not None:
@@ -113,7 +89,7 @@ def frontier(
             break
         # The last one is at the smallest peak of all, so that the frontier ends where a budget begins to work.
         limit = max(smallest.needed_bytes, min(math.floor(limit * ratio), choice.needed_bytes - 1))
-        choice = space.fastest(limit, _FRONTIER_WORK) or smallest
+        choice = space.fastest(limit, close_looks=1) or smallest
     return _undominated([space.plan(choice, None) for choice in found])
 
 
@@ -142,126 +118,10 @@ def _budget_for(needed_bytes: int, margin: float) -> int:
     return budget
 
 
-class _Space:
-    """All that may be chosen from: cuts of the batch, and what may be recomputed in each."""
-
-    def __init__(self, profile: MemoryProfile, batch_size: int, micro_batch_size: int | None, recompute: Recompute):
-        check_positive("batch_size", batch_size)
-        self.profile, self.chain = profile, Chain(profile)
-        smallest = profile.smallest_micro_batch
-        if micro_batch_size is not None:
-            check_positive("micro_batch_size", micro_batch_size)
-            candidates = [micro_batch_size]
-        else:
-            candidates = [*part_sizes(batch_size, smallest), batch_size]
-        self.cuts = {size: micro_batch_sizes(batch_size, size, smallest) for size in candidates}
-        self.plain_seconds = {size: seconds_without_recompute(profile, cut) for size, cut in self.cuts.items()}
-        self.held = self._held_segments(recompute)
-        self._simulations: dict[int, Simulation] = {}
-        self._known: dict[tuple[int, int], _Known] = {}
-
-    def _held_segments(self, recompute: Recompute) -> tuple[Segment, ...] | None:
-        if recompute is None:
-            return None
-        if isinstance(recompute, str):
-            if recompute not in ("all", "none"):
-                raise OptionError(f'recompute={recompute!r}; it is "all", "none", or a tuple of names of modules.')
-            return self.chain.every_block() if recompute == "all" else ()
-        return self.chain.segments_of(recompute)
-
-    def simulation(self, size: int) -> Simulation:
-        """The simulation of a cut, made once."""
-        if size not in self._simulations:
-            self._simulations[size] = Simulation(self.profile, self.cuts[size], self.chain)
-        return self._simulations[size]
-
-    def plan(self, choice: _Choice, budget_bytes: int | None) -> Plan:
-        """The choice as a plan."""
-        simulation = self.simulation(choice.micro_batch_size)
-        return Plan(
-            micro_batch_size=choice.micro_batch_size,
-            accumulation_steps=len(simulation.sizes),
-            recompute=self.chain.names_of(choice.segments),
-            peak_bytes=simulation.peak_of(choice.segments),
-            step_seconds=choice.seconds,
-            budget_bytes=budget_bytes,
-        )
-
-    def _choice(self, size: int, segments: tuple[Segment, ...]) -> _Choice:
-        simulation = self.simulation(size)
-        needed = simulation.peak_of(segments) + simulation.workspace_bytes
-        return _Choice(simulation.step_seconds_of(segments), needed, size, segments)
-
-    def fastest(self, limit: float, work: int, ties: int = 0) -> _Choice | None:
-        """The choice of least seconds that needs at most ``limit`` bytes.
-
-        Args:
-            limit: Bytes, with workspace.
-            work: How much the walk along the slots may look at.
-            ties: How often to look for a choice that is as fast and needs less.
-        """
-        best: _Choice | None = None
-        least = {size: self._least_seconds(size, limit, work) for size in self.cuts}
-        # The most promising first: what it takes then rules most of the others out.
-        for size in sorted(least, key=lambda size: (least[size], size)):
-            if least[size] > (math.inf if best is None else best.seconds) or math.isinf(least[size]):
-                break
-            found = self._fastest_of(size, limit, math.inf if best is None else best.seconds, work)
-            if found is not None and (best is None or found[:2] < best[:2]):
-                best = found
-        for _ in range(ties):
-            if best is None or not best.segments:
-                break
-            found = self._fastest_of(best.micro_batch_size, best.needed_bytes - 1, best.seconds, work)
-            if found is None or found.seconds > best.seconds * _SAME:
-                break
-            best = found
-        return best
-
-    def _fastest_of(self, size: int, limit: float, seconds: float, work: int) -> _Choice | None:
-        """The best choice of a cut within bytes and seconds, as far as there is one."""
-        simulation = self.simulation(size)
-        if self.held is not None:
-            choice = self._choice(size, self.held)
-            return choice if choice.needed_bytes <= limit else None
-        direct = self._choice(size, ())
-        if direct.needed_bytes <= limit:
-            return direct
-        known = self._known.get((size, work))
-        if known is not None and known.choice is not None and known.choice.needed_bytes <= limit <= known.limit:
-            return known.choice
-        # A sum in another order must not miss a choice that is exactly as fast.
-        added = seconds * _SAME - simulation.plain_seconds
-        segments = cheapest(simulation, limit - simulation.workspace_bytes, added, work)
-        choice = None if segments is None else self._choice(size, segments)
-        self._known[size, work] = _Known(limit, seconds if choice is None else choice.seconds, choice)
-        return choice
-
-    def _least_seconds(self, size: int, limit: float, work: int) -> float:
-        """No choice of this cut is faster; infinite when it has none. With less memory nothing gets faster."""
-        known = self._known.get((size, work))
-        return known.seconds if known is not None and known.limit >= limit else self.plain_seconds[size]
-
-    def smallest(self) -> _Choice:
-        """The choice that needs the least bytes."""
-        best: _Choice | None = None
-        for size in sorted(self.cuts):
-            simulation = self.simulation(size)
-            segments = self.held
-            if segments is None:
-                most = math.inf if best is None else best.needed_bytes - 1 - simulation.workspace_bytes
-                segments = leanest(simulation, most)
-            if segments is not None:
-                choice = self._choice(size, segments)
-                best = choice if best is None or choice.needed_bytes < best.needed_bytes else best
-        assert best is not None, "A batch has at least one cut, and the first one was held against no limit."
-        return best
-
-
-def _nothing_fits(space: _Space, budget_bytes: int, margin: float) -> BudgetError:
-    choice = space.smallest()
+def _nothing_fits(space: Space, choice: Choice, budget_bytes: int, margin: float) -> BudgetError:
     smallest_bytes = _budget_for(choice.needed_bytes, margin)
-    num_blocks = len([slot for first, last in choice.segments for slot in range(first, last + 1)])
+    entries = space.chain.names_of(choice.segments)
+    num_blocks = sum(1 if isinstance(entry, str) else len(entry) for entry in entries)
     modules = f"{num_blocks} module{'s' if num_blocks != 1 else ''}"
     kept_free = f", with {margin:.0%} of it kept free" if margin else ""
     return BudgetError(
