@@ -22,6 +22,7 @@ class Event(NamedTuple):
         storages: Of what is saved or given to the module, without those that are there all the time.
         peak_bytes: The most bytes that were alive since the event before.
         live_bytes: Bytes alive now.
+        gradient_bytes: Of these, what lies in ``.grad``; 0 unless asked for.
         seconds: Since the event before: measured, or estimated.
         follows: On "enter": the first argument is what the module that was left last has returned.
         others: On "enter": its other arguments, as something that can be compared.
@@ -35,3 +36,4 @@ class Event(NamedTuple):
     seconds: float = 0.0
     follows: bool = False
     others: Any = None
+    gradient_bytes: float = 0.0

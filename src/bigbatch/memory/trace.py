@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -151,6 +151,21 @@ class FakeRecorder(Recorder, LiveBytes):
         self._price = price
         self._seconds = 0.0
         self._strict = False
+        self._without_gradient: list[torch.Tensor] = []
+        self._gradients: dict[int, int] = {}
+
+    def watch_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note with each event how many bytes the gradients of these take. They are there until the step is over."""
+        self._without_gradient = list(parameters)
+
+    def _note(self, kind: Any, what: Any, tensors: list[torch.Tensor] | None = None, **more: Any) -> None:
+        if kind in ("load", "mark"):  # In a forward none comes into being.
+            for p in self._without_gradient:
+                if p.grad is not None:
+                    storage = p.grad.untyped_storage()
+                    self._gradients[storage._cdata] = self.size_of(storage)
+            self._without_gradient = [p for p in self._without_gradient if p.grad is None]
+        super()._note(kind, what, tensors, gradient_bytes=float(sum(self._gradients.values())), **more)
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         """Bytes that it takes, rounded up."""

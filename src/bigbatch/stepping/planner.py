@@ -21,6 +21,7 @@ from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.search import MARGIN, Recompute, search
 from bigbatch.planning.simulate import Simulation
+from bigbatch.planning.timeline import Timeline, read_timeline
 from bigbatch.stepping import sizing
 from bigbatch.stepping.pricing import Roofline
 from bigbatch.stepping.profiling import bytes_per_sample, profile_of
@@ -155,12 +156,34 @@ class Planner:
         Raises:
             RecomputeError: The plan does not go with the model.
         """
+        sizes = self._sizes(plan, batch_size)
+        record = self._shadow.run(_first_and_later(sizes), plan)
+        return record.peak_bytes - record.micro_batch_bytes + self._batch_bytes(sizes)
+
+    def timeline(self, plan: Plan, batch_size: int) -> Timeline:
+        """What is alive at every moment of a steady step under this plan; its highest moment is ``peak_bytes``.
+
+        Raises:
+            RecomputeError: The plan does not go with the model.
+        """
+        profile, sizes = self.traced, self._sizes(plan, batch_size)
+        price = Roofline(self._card)
+        record = self._shadow.run(_first_and_later(sizes), plan, closely=True, gradients=True, price=price)
+        return read_timeline(
+            record.events,
+            profile,
+            micro_batch_bytes=record.micro_batch_bytes,
+            batch_bytes=self._batch_bytes(sizes),
+            num_later=len(sizes) - 1,
+        )
+
+    def _sizes(self, plan: Plan, batch_size: int) -> list[int]:
+        return micro_batch_sizes(batch_size, plan.micro_batch_size, self.traced.smallest_micro_batch)
+
+    def _batch_bytes(self, sizes: list[int]) -> int:
+        """Bytes of the batch that lie on the device."""
         profile = self.traced
-        sizes = micro_batch_sizes(batch_size, plan.micro_batch_size, profile.smallest_micro_batch)
-        # Each later micro-batch is as the largest of them.
-        record = self._shadow.run([sizes[0], *([max(sizes[1:])] if len(sizes) > 1 else [])], plan)
-        on_device = profile.batch.at(batch_size if profile.batch_is_whole else max(sizes))
-        return record.peak_bytes - record.micro_batch_bytes + math.ceil(on_device)
+        return math.ceil(profile.batch.at(sum(sizes) if profile.batch_is_whole else max(sizes)))
 
     def plan(
         self,
@@ -292,6 +315,11 @@ class _CannotRecomputeError(Exception):
         super().__init__(str(cause))
         self.plan = plan
         self.cause = cause
+
+
+def _first_and_later(sizes: list[int]) -> list[int]:
+    """The first micro-batch, and the largest of the others: each of them is as that one."""
+    return [sizes[0], *([max(sizes[1:])] if len(sizes) > 1 else [])]
 
 
 def _needed_bytes(plan: Plan, profile: MemoryProfile) -> int:

@@ -83,12 +83,21 @@ class Shadow:
             for tensor in (*module.parameters(), *module.buffers())
         )
 
-    def run(self, sizes: Sequence[int], plan: Plan, *, closely: bool = False, price: Price | None = None) -> Record:
+    def run(
+        self,
+        sizes: Sequence[int],
+        plan: Plan,
+        *,
+        closely: bool = False,
+        gradients: bool = False,
+        price: Price | None = None,
+    ) -> Record:
         """Make a step of micro-batches of these sizes.
 
         Args:
             plan: What is recomputed.
             closely: Note modules and what they save; see ``recorded``.
+            gradients: Note the bytes of gradients with each event.
             price: See ``FakeRecorder``.
 
         Raises:
@@ -104,6 +113,8 @@ class Shadow:
             static = self._static | {tensor.untyped_storage()._cdata for tensor in given}
             recorder = FakeRecorder(step.model, static, price, block_bytes=_BLOCK_BYTES[self.device])
             recorder.track(step.model, *step.optimizers, step.options.ema, micro_batches)
+            if gradients:
+                recorder.watch_gradients(step.named_parameters().values())
             with self.mode, recorder, recorded(step, recorder, closely=closely):
                 step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
                 if isinstance(step.options.ema, nn.Module):
