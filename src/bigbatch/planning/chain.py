@@ -11,6 +11,10 @@ from bigbatch.units import format_names
 Segment = tuple[int, int]
 """First and last slot of what is recomputed as one; the same slot twice for a block alone."""
 
+MAX_GROUP = 32
+"""Members of a group that a search forms. The best groups of n equal blocks have about sqrt(n); this keeps its time
+linear in the depth of a model."""
+
 
 class Chain:
     """What a choice of recomputed blocks means for the slots.
@@ -78,8 +82,10 @@ class Chain:
             return ()
         ends = [start]
         # A module with several calls is not put into a group: its neighbours would have to be the same in all of them.
-        while not self.repeat_bit[start] and (following := self._following(ends[-1])) is not None:
+        following = None if self.repeat_bit[start] else self._following(start)
+        while following is not None and len(ends) < MAX_GROUP:
             ends.append(following)
+            following = self._following(following)
         return tuple(ends)
 
     def may_recompute(self, position: int) -> bool:
