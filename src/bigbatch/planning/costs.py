@@ -33,6 +33,21 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Part:
+    """Modules inside a block that are recomputed while the rest of it is kept.
+
+    Attributes:
+        names: Of the modules.
+        saved: Storages that the block holds then: what the rest saves, and what goes into these modules.
+        recompute_seconds: Of their forwards up to the last save of each.
+    """
+
+    names: tuple[str, ...]
+    saved: tuple[int, ...]
+    recompute_seconds: Line = Line()
+
+
+@dataclass(frozen=True)
 class Slot:
     """One stretch of the forward: a block (a module that may be recomputed), or what runs between two blocks.
 
@@ -57,6 +72,7 @@ class Slot:
         may_recompute: Whether it may be recomputed at all.
         follows: Whether it may form a group with the block before it: neighbours in one ``nn.Sequential`` or
             ``nn.ModuleList``, its sole input is what that one returned, and nothing runs between them.
+        parts: What may be recomputed of the block instead of all of it. Its backward needs no more than when it is kept.
     """
 
     name: str | None
@@ -73,6 +89,7 @@ class Slot:
     recompute_seconds: Line = Line()
     may_recompute: bool = False
     follows: bool = False
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,10 +185,15 @@ def _slot(found: dict[str, Any]) -> Slot:
     return Slot(**{name: _SLOT_READERS.get(name, _same)(value) for name, value in found.items()})
 
 
+def _part(found: dict[str, Any]) -> Part:
+    return Part(tuple(found["names"]), tuple(found["saved"]), _line(found["recompute_seconds"]))
+
+
 _SLOT_READERS: dict[str, Any] = {
     **{spec.name: _line for spec in dataclasses.fields(Slot) if isinstance(spec.default, Line)},
     "saved": tuple,
     "inputs": tuple,
+    "parts": lambda values: tuple(map(_part, values)),
 }
 _READERS: dict[str, Any] = {
     "batch": _line,
