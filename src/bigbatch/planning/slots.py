@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import NamedTuple
 
 from bigbatch.memory.events import Event, Storage
-from bigbatch.planning.costs import Line, Slot
+from bigbatch.planning.costs import Line, Part, Slot
+
+_LEAST_FREED = 0.1
+"""Of what a block saves: a part that frees less is not worth a choice."""
+_MOST_CHILDREN = 3
 
 
 class ShapesDependOnSizeError(Exception):
@@ -67,8 +72,19 @@ class Traced(NamedTuple):
 
 
 @dataclass
+class _Child:
+    """What one micro-batch needs in a module inside a block."""
+
+    saved: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    recompute_seconds: float = 0.0
+    num_calls: int = 0
+
+
+@dataclass
 class _Stretch:
-    """What one micro-batch needs in one slot."""
+    """What one micro-batch needs in one slot. What is saved outside of its children is that of the child ``""``."""
 
     name: str | None
     follows: bool = False
@@ -81,14 +97,27 @@ class _Stretch:
     pending: float | None = None
     seconds: float = 0.0
     recompute_seconds: float = 0.0
+    children: dict[str, _Child] = field(default_factory=dict)
+    inside: str = ""
 
     def pass_forward(self, event: Event) -> None:
         """Count what came before this event, which is in this slot or ends it."""
         self.forward_peak = max(self.forward_peak, event.peak_bytes)
         self.seconds += event.seconds
+        child = self.children.setdefault(self.inside, _Child())
+        child.seconds += event.seconds
         if event.kind == "save":
             self.recompute_peak, self.recompute_seconds = self.forward_peak, self.seconds
             self.saved.update(_sizes(event.storages))
+            child.recompute_seconds = child.seconds
+            child.saved.update(_sizes(event.storages))
+        elif event.kind == "enter" and not self.inside and event.what.rpartition(".")[0] == self.name:
+            self.inside = event.what
+            child = self.children.setdefault(self.inside, _Child())
+            child.inputs.update(_sizes(event.storages))
+            child.num_calls += 1
+        elif event.kind == "exit" and event.what == self.inside:
+            self.inside = ""
 
 
 def _sizes(storages: Sequence[Storage]) -> dict[int, int]:
@@ -209,6 +238,7 @@ def read_slots(
                 recompute_seconds=line((small.recompute_seconds, large.recompute_seconds)),
                 may_recompute=small.name in may_recompute,
                 follows=before is not None and _follows(small, before, both[0][slot - 1], neighbours),
+                parts=_parts(small, large, sizes, may_recompute),
             )
         )
     return _storages(both, sizes), tuple(slots)
@@ -227,12 +257,43 @@ def _follows(this: _Stretch, before: _Stretch, between: _Stretch, neighbours: Co
     return is_next and this.follows and this.others == before.others
 
 
+def _parts(small: _Stretch, large: _Stretch, sizes: Sequence[int], may_recompute: Collection[str]) -> tuple[Part, ...]:
+    """The modules inside a block that are worth recomputing alone, and those of them together."""
+    worth = sorted(
+        (name for name in large.children if name in may_recompute and name in small.children),
+        key=lambda name: -_freed(large, (name,)),
+    )
+    least = _LEAST_FREED * sum(large.saved.values())
+    worth = [name for name in worth if large.children[name].num_calls == 1 and _freed(large, (name,)) > least]
+    parts = []
+    for names in (c for count in (1, 2, 3) for c in combinations(worth[:_MOST_CHILDREN], count)):
+        seconds = [sum(stretch.children[name].recompute_seconds for name in names) for stretch in (small, large)]
+        line = Line.through((sizes[0], seconds[0]), (sizes[1], seconds[1]))
+        in_order = tuple(name for name in large.children if name in names)
+        parts.append(Part(in_order, tuple(sorted(_held_without(small, names))), line))
+    return tuple(parts)
+
+
+def _held_without(stretch: _Stretch, names: Collection[str]) -> set[int]:
+    """Storages that a block holds when these children of it are recomputed."""
+    kept = {index for name, child in stretch.children.items() if name not in names for index in child.saved}
+    return kept | {index for name in names for index in stretch.children[name].inputs}
+
+
+def _freed(stretch: _Stretch, names: Collection[str]) -> int:
+    """Bytes that recomputing these children frees."""
+    sizes = {**stretch.saved, **{i: size for name in names for i, size in stretch.children[name].inputs.items()}}
+    held = sum(sizes[index] for index in _held_without(stretch, names))
+    return sum(stretch.saved.values()) - held
+
+
 def _storages(both: Sequence[Sequence[_Stretch]], sizes: Sequence[int]) -> tuple[Line, ...]:
     found: list[dict[int, int]] = []
     for stretches in both:
         num_bytes: dict[int, int] = {}
         for stretch in stretches:
-            for index, size in (*stretch.saved.items(), *stretch.inputs.items()):
+            inputs = [item for child in stretch.children.values() for item in child.inputs.items()]
+            for index, size in (*stretch.saved.items(), *stretch.inputs.items(), *inputs):
                 num_bytes[index] = max(size, num_bytes.get(index, 0))
         found.append(num_bytes)
     # One that only a module outside of all blocks was given is nobody's, and has no bytes.
