@@ -1,9 +1,10 @@
 # On a machine with python3, make and git: `make train` trains a network, `make test` runs the tests.
 # Each makes .venv and installs what it needs there, when that is missing or out of date.
 
+PLAN = gpt2 --batch-size 64 --memory-budget 4GiB --card rtx4090
 TRAIN = digits --batch-size 512 --memory-budget 64MiB --threads 1 --compare
 
-.PHONY: train test slow torture benchmark clean
+.PHONY: train test slow torture benchmark pictures clean
 
 train: .venv/installed-for-train
 	.venv/bin/python -m bigbatch train $(TRAIN)
@@ -27,6 +28,13 @@ torture: .venv/installed-for-test
 
 benchmark: .venv/installed-for-test
 	.venv/bin/python benchmarks/overhead.py
+
+# Those of README and docs: times are estimated, so that every machine makes the same ones.
+pictures: .venv/installed-for-test
+	mkdir -p docs/images
+	.venv/bin/python -m bigbatch plan $(PLAN) --frontier docs/images/frontier.png --timeline docs/images/timeline.png
+	.venv/bin/python -m bigbatch plan unet --batch-size 64 --memory-budget 1GiB --card rtx4090 \
+	  --frontier docs/images/unet-frontier.png --timeline docs/images/unet-timeline.png
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from bigbatch.cli.plan import plan
 from bigbatch.cli.train import train
 from bigbatch.errors import BigBatchError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(train)
+app.command()(plan)
 
 
 def _print_version(asked: bool) -> None:

@@ -15,16 +15,16 @@ import torch
 from bigbatch.batch.logical import num_samples_of
 from bigbatch.batch.resizing import micro_batch_of
 from bigbatch.batch.sizes import micro_batch_sizes
-from bigbatch.errors import BudgetError, RecomputeError, TraceError
+from bigbatch.errors import BudgetError, OptionError, RecomputeError, TraceError
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.cards import Card, find_card
-from bigbatch.planning.costs import MemoryProfile
+from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.search import MARGIN, Recompute, search
 from bigbatch.planning.simulate import Simulation
 from bigbatch.planning.timeline import Timeline, read_timeline
 from bigbatch.stepping import sizing
 from bigbatch.stepping.pricing import Roofline
-from bigbatch.stepping.profiling import bytes_per_sample, profile_of
+from bigbatch.stepping.profiling import bytes_of_batch, profile_of
 from bigbatch.stepping.shadow import Shadow
 from bigbatch.stepping.timing import timed
 from bigbatch.units import format_bytes
@@ -51,26 +51,34 @@ def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
     The plan is put on the model. Where the model cannot be traced, micro-batch sizes are tried with real tensors.
     """
     planner = Planner(step, batch)
+    target = budget_bytes
     try:
-        traced = planner.traced
+        profile = planner.traced
+        if not planner.fits_directly(budget_bytes):
+            profile = planner.timed(planner.num_samples, budget_bytes)
+        for _ in range(_MOST_ROUNDS):
+            plan = planner.plan(profile, planner.num_samples, target, micro_batch_size=step.wanted_micro_batch_size)
+            peak = _tried(step, batch, plan, budget_bytes)
+            if peak <= budget_bytes:
+                return replace(plan, peak_bytes=int(peak), budget_bytes=budget_bytes)
+            over = peak - budget_bytes if math.isfinite(peak) else _STEP_DOWN * target
+            target = max(1, int(target - over))
     except TraceError as error:
         _log.warning("The plan is found by trying, because the model cannot be traced: %s", error)
-        return sizing.fit(step, batch, budget_bytes)
-    target = budget_bytes
-    profile = traced if planner.fits_directly(budget_bytes) else planner.timed(planner.num_samples, budget_bytes)
-    for _ in range(_MOST_ROUNDS):
-        plan = planner.plan(profile, planner.num_samples, target, micro_batch_size=step.wanted_micro_batch_size)
-        recomputing, peak = apply(plan, step.model), math.inf
-        try:
-            peak = sizing.peak_or_infinite(step, batch, plan.micro_batch_size)
-        finally:
-            if peak > budget_bytes:
-                recomputing.remove()
-        if peak <= budget_bytes:
-            return replace(plan, peak_bytes=int(peak), budget_bytes=budget_bytes)
-        over = peak - budget_bytes if math.isfinite(peak) else _STEP_DOWN * target
-        target = max(1, int(target - over))
+    if step.plan is not None and step.plan.recompute:
+        apply(None, step.model)  # what an earlier plan put on, this one does not name
     return sizing.fit(step, batch, budget_bytes)
+
+
+def _tried(step: Step, batch: Any, plan: Plan, budget_bytes: int) -> float:
+    """Measured peak of the plan, which stays on the model if it is within the budget."""
+    recomputing, peak = apply(plan, step.model), math.inf
+    try:
+        peak = sizing.peak_or_infinite(step, batch, plan.micro_batch_size)
+    finally:
+        if peak > budget_bytes:
+            recomputing.remove()
+    return peak
 
 
 class Planner:
@@ -91,7 +99,7 @@ class Planner:
         here = step.accumulator.device.type
         self.device = device or ("cuda" if here == "cuda" or card and card.name != "cpu" else "cpu")
         self.can_run = here == self.device
-        self._card = card or find_card("cpu" if self.device == "cpu" else _DEFAULT_CARD)
+        self.card = card or find_card("cpu" if self.device == "cpu" else _DEFAULT_CARD)
 
     def batch_of(self, num_samples: int) -> Any:
         """A batch of so many samples, as the step would get it."""
@@ -100,9 +108,9 @@ class Planner:
         return micro_batch_of(self.batch, num_samples, self.step.options)
 
     @cached_property
-    def bytes_per_sample(self) -> float:
-        """Bytes of one sample as it lies on the device."""
-        return bytes_per_sample(self.step, self.batch)
+    def bytes_of_batch(self) -> Line:
+        """Bytes of batches by their samples."""
+        return bytes_of_batch(self.step, self.batch)
 
     def by_trying(
         self, batch_size: int, budget_bytes: int | None, micro_batch_size: int | None, recompute: Recompute
@@ -111,8 +119,14 @@ class Planner:
 
         Raises:
             BudgetError: Nothing fits.
+            OptionError: All blocks are to be recomputed; which modules these are is found by tracing.
         """
         step = self.step
+        if recompute == "all":
+            raise OptionError(
+                'recompute="all" is all blocks of a model, which are found by tracing it, and this one cannot be '
+                'traced. Name them: recompute=("blocks.0", "blocks.1").'
+            )
         names = () if recompute is None or isinstance(recompute, str) else tuple(recompute)
         step.wanted_micro_batch_size = micro_batch_size
         with apply(Plan(micro_batch_size=batch_size, recompute=names), step.model):
@@ -130,7 +144,7 @@ class Planner:
         Raises:
             TraceError: Fake tensors cannot follow the model.
         """
-        return profile_of(self.step, self._shadow, self.batch, price=Roofline(self._card))
+        return profile_of(self.step, self._shadow, self.batch, price=Roofline(self.card))
 
     def fits_directly(self, budget_bytes: int) -> bool:
         """Whether the whole batch is expected to fit at once, with nothing recomputed."""
@@ -167,7 +181,7 @@ class Planner:
             RecomputeError: The plan does not go with the model.
         """
         profile, sizes = self.traced, self._sizes(plan, batch_size)
-        price = Roofline(self._card)
+        price = Roofline(self.card)
         record = self._shadow.run(_first_and_later(sizes), plan, closely=True, gradients=True, price=price)
         return read_timeline(
             record.events,

@@ -1,0 +1,105 @@
+"""``bigbatch plan``: what can be said on the command line."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class DeviceName(StrEnum):
+    """Where a step will run."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class ModelDeviceName(StrEnum):
+    """Where the model is built to be planned."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    META = "meta"
+
+
+PlanName = Annotated[
+    str,
+    typer.Argument(
+        metavar="TASK",
+        help="digits, text, file.py:name of a task of your own, or a shape: gpt2, llama-8b, llama-70b, resnet50, unet, "
+        "vit-l.",
+    ),
+]
+MemoryBudget = Annotated[str, typer.Option(help='Such as "8GiB".')]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in one optimizer step; without it, the task's.")]
+MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Hold it at this; without it, it is chosen.")]
+Recompute = Annotated[
+    str | None,
+    typer.Option(
+        metavar="all|none|NAMES",
+        help='Hold it at this; without it, it is chosen. Names with commas, groups with +: "blocks.0,blocks.1+blocks.2".',
+    ),
+]
+Device = Annotated[
+    DeviceName | None,
+    typer.Option(help="Where it will run; without it, cuda where there is one, for a card and for a shape."),
+]
+CardName = Annotated[str | None, typer.Option("--card", help="Estimate times for this card, such as rtx4090.")]
+DevicePeak = Annotated[
+    str | None, typer.Option(metavar="FLOPS,BANDWIDTH", help='Of any other card: "165TFLOPS,1008GB/s".')
+]
+ModelDevice = Annotated[
+    ModelDeviceName | None,
+    typer.Option(
+        help="Where to build the model; on meta it takes no memory. A shape is on meta unless told otherwise."
+    ),
+]
+Size = Annotated[int | None, typer.Option(min=1, help="Of the samples of a shape: tokens, or pixels on each side.")]
+Estimate = Annotated[bool, typer.Option("--estimate", help="Run nothing: estimate times instead of measuring them.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+FrontierFile = Annotated[
+    Path | None,
+    typer.Option("--frontier", metavar="PNG|HTML", help="Picture of memory against time, each point a plan."),
+]
+TimelineFile = Annotated[
+    Path | None, typer.Option("--timeline", metavar="PNG", help="Picture of the bytes over one step, by kind.")
+]
+
+
+def plan(
+    task: PlanName,
+    memory_budget: MemoryBudget,
+    batch_size: BatchSize = None,
+    micro_batch_size: MicroBatchSize = None,
+    recompute: Recompute = None,
+    device: Device = None,
+    card: CardName = None,
+    device_peak: DevicePeak = None,
+    model_device: ModelDevice = None,
+    size: Size = None,
+    estimate: Estimate = False,
+    json: Json = False,
+    frontier: FrontierFile = None,
+    timeline: TimelineFile = None,
+) -> None:
+    """Find the fastest way to run a big batch inside a memory budget, and say where the bytes go."""
+    if card is not None and device_peak is not None:
+        raise typer.BadParameter("--card and --device-peak both say what the card can do; give one of them.")
+    from bigbatch.cli import planned  # loads torch
+
+    wanted = planned.Wanted(
+        name=task,
+        memory_budget=memory_budget,
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        recompute=recompute,
+        device=device and device.value,
+        card=card,
+        device_peak=device_peak,
+        model_device=model_device and model_device.value,
+        size=size,
+        estimate=estimate,
+    )
+    planned.run(wanted, as_json=json, frontier_file=frontier, timeline_file=timeline)

@@ -1,0 +1,277 @@
+"""What ``bigbatch plan`` does: build the task or the shape, plan it, print. This loads torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+from torch import nn
+
+import bigbatch as bb
+from bigbatch.errors import BudgetError, OptionError, TaskError, TraceError, warn
+from bigbatch.planning.advice import what_else, wrong_tool
+from bigbatch.planning.cards import Card, find_card, parse_peak
+from bigbatch.planning.costs import MemoryProfile
+from bigbatch.planning.explanation import explain
+from bigbatch.planning.search import Recompute, frontier
+from bigbatch.reporting.frontier import Frontier, check_can_be_drawn, draw_frontier
+from bigbatch.reporting.plan_text import Planned, plan_report, what_else_text
+from bigbatch.reporting.timeline import draw_timeline
+from bigbatch.stepping.planner import Planner
+from bigbatch.stepping.step import Step
+from bigbatch.tasks.finding import BUILT_IN, find_task
+from bigbatch.tasks.shapes import SHAPES, find_shape
+from bigbatch.training.building import build
+from bigbatch.training.data import first_batch
+from bigbatch.training.task import Task
+from bigbatch.units import parse_bytes
+from bigbatch.values import Plan, json_ready
+
+_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line says; see ``cli/plan.py``."""
+
+    name: str
+    memory_budget: str
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    recompute: str | None = None
+    device: str | None = None
+    card: str | None = None
+    device_peak: str | None = None
+    model_device: str | None = None
+    size: int | None = None
+    estimate: bool = False
+
+    @property
+    def is_shape(self) -> bool:
+        """Whether it is a built-in shape, and no task."""
+        return self.name in SHAPES
+
+    def found_card(self) -> Card | None:
+        """What times are estimated for; None: the default of the device.
+
+        Raises:
+            OptionError: There is no such card, or it is not one for this device.
+        """
+        card = parse_peak(self.device_peak) if self.device_peak is not None else None
+        card = find_card(self.card) if self.card is not None else card
+        if card is not None and card.name != "custom" and self.device == ("cuda" if card.name == "cpu" else "cpu"):
+            raise OptionError(f"--card {card.name} does not go with --device {self.device}.")
+        return card
+
+    def found_device(self, card: Card | None) -> str:
+        """Where it will run."""
+        if self.device is not None:
+            return self.device
+        if card is not None:
+            return "cpu" if card.name == "cpu" else "cuda"
+        return "cuda" if self.is_shape or torch.cuda.is_available() else "cpu"
+
+    def found_recompute(self) -> Recompute:
+        """What is held, as the search wants it."""
+        if self.recompute is None or self.recompute in ("all", "none"):
+            return self.recompute  # pyright: ignore[reportReturnType]
+        groups = [tuple(entry.strip().split("+")) for entry in self.recompute.split(",")]
+        return tuple(group[0] if len(group) == 1 else group for group in groups)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is planned."""
+
+    step: Step
+    batch: Any
+    batch_size: int
+    name: str
+    description: str
+
+
+def run(wanted: Wanted, *, as_json: bool, frontier_file: Path | None, timeline_file: Path | None) -> None:
+    """Plan, print, draw.
+
+    Raises:
+        BudgetError: Nothing fits; the message says what else would help.
+        OptionError: An option cannot be.
+        TaskError: There is no such task or shape.
+        MissingExtraError: A picture is asked for, and what draws it is not installed.
+    """
+    check_can_be_drawn(frontier_file, timeline_file)
+    card = wanted.found_card()
+    device = wanted.found_device(card)
+    budget_bytes = parse_bytes(wanted.memory_budget)
+    model = _shape(wanted) if wanted.is_shape else _task(wanted, device)
+    planner = Planner(model.step, model.batch, device=device, card=card)
+    profile = _profile(planner, model, wanted, budget_bytes, card)
+    try:
+        chosen = _plan(planner, profile, model, wanted, budget_bytes)
+    except BudgetError as error:
+        raise _nothing_fits(error, profile, model, budget_bytes, as_json=as_json) from error
+    others = frontier(profile, batch_size=model.batch_size)
+    found = Planned(
+        name=model.name,
+        description=model.description,
+        batch_size=model.batch_size,
+        device=planner.device,
+        card=planner.card.name,
+        profile=profile,
+        plan=chosen,
+        explanation=explain(profile, chosen, batch_size=model.batch_size, budget_bytes=budget_bytes, others=others),
+        advice=wrong_tool(profile, batch_size=model.batch_size, budget_bytes=budget_bytes, plan=chosen),
+    )
+    _print(found, as_json=as_json)
+    if frontier_file is not None:
+        draw_frontier(_frontier(found, others), frontier_file)
+    if timeline_file is not None:
+        _draw_timeline(planner, found, timeline_file)
+
+
+def _shape(wanted: Wanted) -> _Model:
+    if wanted.batch_size is None:
+        raise OptionError(f"{wanted.name} has no batch size of its own; give one: --batch-size 64.")
+    shape = find_shape(wanted.name, size=wanted.size)
+    with torch.device(wanted.model_device or "meta"):
+        model, batch = shape.model(), shape.batch(1)
+    step = Step(model, shape.loss_fn, shape.optimizer(model))
+    unit = "tokens" if batch[0].ndim == 2 else "pixels on each side"
+    return _Model(step, batch, wanted.batch_size, shape.name, f"{shape.description}; {shape.size} {unit}")
+
+
+def _task(wanted: Wanted, device: str) -> _Model:
+    if wanted.size is not None:
+        raise OptionError(f"--size is for shapes ({', '.join(SHAPES)}); the samples of {wanted.name} are its own.")
+    task = _found_task(wanted)
+    if wanted.batch_size is not None:
+        task = dataclasses.replace(task, batch_size=wanted.batch_size)
+    here = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
+    on = wanted.model_device or here
+    if on == "meta":
+        task = dataclasses.replace(task, model=_on_meta(task.model))
+    parts = build(task, torch.device(on))
+    step = Step(parts.model, task.loss_fn, parts.optimizers, **vars(parts.options))
+    return _Model(step, first_batch(task, parts.train_data), task.batch_size, task.name, _described(step))
+
+
+def _found_task(wanted: Wanted) -> Task:
+    if ":" not in wanted.name and wanted.name not in BUILT_IN:
+        raise TaskError(
+            f"There is no task or shape {wanted.name!r}. The tasks are {', '.join(BUILT_IN)}, the shapes "
+            f"{', '.join(SHAPES)}; a task of your own is written as file.py:name."
+        )
+    return find_task(wanted.name)
+
+
+def _on_meta(make: Any) -> Any:
+    def made() -> nn.Module:
+        with torch.device("meta"):
+            return make()
+
+    return made
+
+
+def _described(step: Step) -> str:
+    number = sum(p.numel() for p in step.model.parameters())
+    optimizers = " + ".join(type(optimizer).__name__ for optimizer in step.optimizers)
+    precision = step.options.precision
+    words = precision if isinstance(precision, str) else type(precision).__name__
+    return f"{type(step.model).__name__}, {number:,} parameters, {words}, {optimizers}"
+
+
+def _profile(planner: Planner, model: _Model, wanted: Wanted, budget_bytes: int, card: Card | None) -> MemoryProfile:
+    """The profile, with measured times unless they are wanted for a card, or cannot be had."""
+    try:
+        if wanted.estimate or card is not None:
+            return planner.traced
+        return planner.timed(model.batch_size, budget_bytes)
+    except TraceError:
+        if not planner.can_run:
+            raise
+        step = model.step
+        loss_fn, options = step.accumulator.loss_fn, vars(step.options)
+        return bb.profile(step.model, loss_fn, model.batch, optimizer=step.optimizers, **options)
+
+
+def _plan(planner: Planner, profile: MemoryProfile, model: _Model, wanted: Wanted, budget_bytes: int) -> Plan:
+    held = {"micro_batch_size": wanted.micro_batch_size, "recompute": wanted.found_recompute()}
+    if profile.fallback is None:
+        return planner.plan(profile, model.batch_size, budget_bytes, **held)
+    return planner.by_trying(model.batch_size, budget_bytes, *held.values())
+
+
+def _nothing_fits(
+    error: BudgetError, profile: MemoryProfile, model: _Model, budget_bytes: int, *, as_json: bool
+) -> BudgetError:
+    reliefs = what_else(profile, batch_size=model.batch_size, budget_bytes=budget_bytes)
+    if as_json:
+        found = {
+            "error": str(error),
+            "smallest_bytes": error.smallest_bytes,
+            "budget_bytes": budget_bytes,
+            "what_else": [dataclasses.asdict(relief) for relief in reliefs],
+        }
+        print(json.dumps(found, indent=2))
+    return BudgetError(f"{error}\n{what_else_text(reliefs)}", error.smallest_bytes, budget_bytes)
+
+
+def _print(found: Planned, *, as_json: bool) -> None:
+    if not as_json:
+        _print_report(plan_report(found))
+        return
+    value = {
+        "name": found.name,
+        "batch_size": found.batch_size,
+        "times": found.timing,
+        "plan": dataclasses.asdict(found.plan),
+        "explanation": dataclasses.asdict(found.explanation),
+        "advice": found.advice,
+        "profile": dataclasses.asdict(found.profile),
+    }
+    print(json.dumps(json_ready(value), indent=2))
+
+
+def _print_report(report: RenderableType) -> None:
+    if sys.stdout.isatty():
+        Console(highlight=False).print(report)
+        return
+    console = Console(width=_WIDTH, highlight=False)
+    with console.capture() as captured:
+        console.print(report)
+    # Cells are filled up with spaces; a file has no use for them.
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _frontier(found: Planned, others: tuple[Plan, ...]) -> Frontier:
+    batch = {"batch_size": found.batch_size}
+    explanation = found.explanation
+    return Frontier(
+        title=f"{found.name}, batches of {found.batch_size}",
+        time_label=f"time of a step ({found.timing})",
+        plans=others,
+        recompute_none=frontier(found.profile, recompute="none", **batch),
+        recompute_all=frontier(found.profile, recompute="all", **batch),
+        direct=Plan(
+            micro_batch_size=found.batch_size,
+            peak_bytes=explanation.direct_bytes,
+            step_seconds=explanation.direct_seconds,
+        ),
+        chosen=dataclasses.replace(found.plan, step_seconds=explanation.step_seconds),
+        budget_bytes=explanation.budget_bytes,
+    )
+
+
+def _draw_timeline(planner: Planner, found: Planned, path: Path) -> None:
+    if found.profile.fallback is not None:
+        warn(f"There is no picture of the step, because the model cannot be traced: {found.profile.fallback}")
+        return
+    timeline = planner.timeline(found.plan, found.batch_size)
+    title = f"{found.name}, batches of {found.batch_size} in micro-batches of {found.plan.micro_batch_size}"
+    draw_timeline(timeline, path, title=title, budget_bytes=found.explanation.budget_bytes)

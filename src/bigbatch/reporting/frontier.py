@@ -1,0 +1,264 @@
+"""A picture of all good plans: memory against time, each point a plan; PNG by matplotlib, HTML by plotly."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bigbatch.errors import MissingExtraError, OptionError
+from bigbatch.reporting.plan_text import num_recomputed
+from bigbatch.units import format_bytes, format_seconds
+from bigbatch.values import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+# Told apart by people who see no red or no green (Okabe and Ito, https://jfly.uni-koeln.de/color/).
+BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK, GREY = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999",
+)  # fmt: skip
+PICTURES = (".png", ".svg", ".pdf")
+_PAGES = (".html",)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What is in the picture; plans with their peaks and times, ascending by peak.
+
+    Attributes:
+        title: Above it.
+        time_label: Of the axis of time: where the times come from.
+        plans: The fastest for their memory.
+        recompute_none: The same with nothing recomputed.
+        recompute_all: The same with every block recomputed.
+        direct: The batch in one piece, with nothing recomputed.
+        chosen: The plan that was chosen.
+        budget_bytes: What it was chosen for.
+    """
+
+    title: str
+    time_label: str
+    plans: tuple[Plan, ...]
+    recompute_none: tuple[Plan, ...]
+    recompute_all: tuple[Plan, ...]
+    direct: Plan
+    chosen: Plan
+    budget_bytes: int
+
+
+class Scale(NamedTuple):
+    """A unit for an axis.
+
+    >>> Scale.of_bytes(3 * 2**30), Scale.of_seconds(0.2)
+    (Scale(unit='GiB', size=1073741824), Scale(unit='ms', size=0.001))
+    """
+
+    unit: str
+    size: float
+
+    @classmethod
+    def of_bytes(cls, most: float) -> Scale:
+        """The unit for amounts up to this one."""
+        for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+            if most >= 2**power:
+                return cls(unit, 2**power)
+        return cls("B", 1)
+
+    @classmethod
+    def of_seconds(cls, most: float) -> Scale:
+        """The unit for times up to this one."""
+        return cls("s", 1.0) if most >= 1 else cls("ms", 1e-3)
+
+
+def check_can_be_drawn(frontier: Path | None, timeline: Path | None) -> None:
+    """Before anything is computed: whether these files can be made.
+
+    Raises:
+        OptionError: A name ends with what is no picture.
+        MissingExtraError: What draws it is not installed.
+    """
+    for option, path, pages in (("--frontier", frontier, _PAGES), ("--timeline", timeline, ())):
+        if path is None:
+            continue
+        if path.suffix not in (*PICTURES, *pages):
+            raise OptionError(f"{option} {path}: a picture ends with {', '.join((*PICTURES, *pages))}.")
+        needed("plotly" if path.suffix in pages else "matplotlib")
+
+
+def needed(package: str) -> Any:
+    """The package, or an error that says how to get it.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingExtraError(
+            f'A picture needs the package {package}, which is not installed: pip install "bigbatch[plot]".'
+        ) from error
+
+
+def draw_frontier(found: Frontier, path: Path) -> None:
+    """Write the picture; the end of the name says in which form.
+
+    Raises:
+        MissingExtraError: What draws it is not installed.
+    """
+    check_can_be_drawn(path, None)
+    if path.suffix in _PAGES:
+        _page(found).write_html(path, include_plotlyjs=True)
+    else:
+        figure_of_frontier(found).savefig(path)
+
+
+def said(plan: Plan) -> str:
+    """A plan in a few words."""
+    count = num_recomputed(plan)
+    return f"{plan.micro_batch_size}, {count} recomputed" if count else f"{plan.micro_batch_size}"
+
+
+class _Curve(NamedTuple):
+    name: str
+    plans: Sequence[Plan]
+    color: str
+    marker: str
+    line: str
+
+
+def _curves(found: Frontier) -> Iterator[_Curve]:
+    yield _Curve("every block recomputed", found.recompute_all, RED, "^", ":")
+    yield _Curve("nothing recomputed", found.recompute_none, ORANGE, "s", "--")
+    yield _Curve("fastest plans", found.plans, BLUE, "o", "-")
+
+
+def _all_plans(found: Frontier) -> list[Plan]:
+    return [*found.recompute_all, *found.recompute_none, *found.plans, found.direct, found.chosen]
+
+
+def _scales(found: Frontier) -> tuple[Scale, Scale]:
+    plans = _all_plans(found)
+    most_bytes = max(found.budget_bytes, *(plan.peak_bytes or 0 for plan in plans))
+    return Scale.of_bytes(most_bytes), Scale.of_seconds(max(plan.step_seconds or 0.0 for plan in plans))
+
+
+def _places(plans: Sequence[Plan], scales: tuple[Scale, Scale]) -> tuple[list[float], list[float]]:
+    memory, time = scales
+    return [(p.peak_bytes or 0) / memory.size for p in plans], [(p.step_seconds or 0) / time.size for p in plans]
+
+
+def figure_of_frontier(found: Frontier) -> Figure:
+    """The picture as a figure of matplotlib."""
+    needed("matplotlib")
+    from matplotlib.figure import Figure
+
+    scales = _scales(found)
+    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for curve in _curves(found):
+        x, y = _places(curve.plans, scales)
+        axes.plot(x, y, curve.line, marker=curve.marker, color=curve.color, label=curve.name, markersize=5, lw=1.4)
+    points = (("the batch at once", found.direct, BLACK, "X", 90), ("chosen", found.chosen, GREEN, "*", 260))
+    for name, plan, color, marker, size in points:
+        x, y = _places([plan], scales)
+        axes.scatter(x, y, s=size, marker=marker, color=color, label=name, zorder=5, edgecolors="white", linewidths=0.8)
+    budget = format_bytes(found.budget_bytes)
+    axes.axvline(found.budget_bytes / scales[0].size, color=GREY, ls="--", lw=1.4, label=f"budget, {budget}")
+    _set_up_axes(axes, found, scales)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    _add_labels(figure, axes, found, scales)
+    return figure
+
+
+def _set_up_axes(axes: Axes, found: Frontier, scales: tuple[Scale, Scale]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(f"peak memory, {scales[0].unit}")
+    axes.set_ylabel(f"{found.time_label}, {scales[1].unit}")
+    axes.set_title(f"{found.title}\nlabels: samples in a micro-batch, modules recomputed", fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.margins(x=0.14, y=0.12)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _add_labels(figure: Figure, axes: Axes, found: Frontier, scales: tuple[Scale, Scale]) -> None:
+    """Name the chosen plan, the leanest one, and of the others those for which there is room below the curve."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    inside = axes.get_window_extent()
+    taken: list[Any] = []
+    for plan in [found.chosen, *found.plans]:
+        text = _label(axes, plan, scales, is_chosen=plan is found.chosen)
+        box = text.get_window_extent(canvas.get_renderer()).padded(3)
+        is_inside = inside.x0 <= box.x0 and inside.y0 <= box.y0
+        if not is_inside or any(box.overlaps(other) for other in taken):
+            text.remove()
+        else:
+            taken.append(box)
+
+
+def _label(axes: Axes, plan: Plan, scales: tuple[Scale, Scale], *, is_chosen: bool) -> Text:
+    (x,), (y,) = _places([plan], scales)
+    return axes.annotate(
+        said(plan),
+        (x, y),
+        xytext=(-6, -6),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=9 if is_chosen else 8,
+        color=GREEN if is_chosen else BLACK,
+        weight="bold" if is_chosen else "normal",
+        bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
+    )
+
+
+def _page(found: Frontier) -> Any:
+    needed("plotly")
+    graphs = importlib.import_module("plotly.graph_objects")
+    scales = _scales(found)
+    page = graphs.Figure()
+    symbols = {"^": "triangle-up", "s": "square", "o": "circle"}
+    dashes = {":": "dot", "--": "dash", "-": "solid"}
+    for curve in _curves(found):
+        x, y = _places(curve.plans, scales)
+        page.add_scatter(
+            x=x, y=y, name=curve.name, mode="lines+markers", text=[*map(_hover, curve.plans)],
+            hovertemplate="%{text}", line={"color": curve.color, "dash": dashes[curve.line]},
+            marker={"symbol": symbols[curve.marker], "size": 8},
+        )  # fmt: skip
+    points = (("the batch at once", found.direct, BLACK, "x", 12), ("chosen", found.chosen, GREEN, "star", 18))
+    for name, plan, color, symbol, size in points:
+        x, y = _places([plan], scales)
+        page.add_scatter(
+            x=x, y=y, name=name, mode="markers", text=[_hover(plan)], hovertemplate="%{text}",
+            marker={"symbol": symbol, "size": size, "color": color},
+        )  # fmt: skip
+    budget = f"budget, {format_bytes(found.budget_bytes)}"
+    page.add_vline(found.budget_bytes / scales[0].size, line={"color": GREY, "dash": "dash"}, annotation_text=budget)
+    page.update_layout(title=found.title, template="plotly_white")
+    page.update_xaxes(type="log", title=f"peak memory, {scales[0].unit}")
+    page.update_yaxes(title=f"{found.time_label}, {scales[1].unit}")
+    return page
+
+
+def _hover(plan: Plan) -> str:
+    lines = [
+        f"micro-batches of {plan.micro_batch_size}",
+        f"{num_recomputed(plan)} modules recomputed",
+        format_bytes(plan.peak_bytes or 0),
+        format_seconds(plan.step_seconds or 0.0),
+    ]
+    return "<br>".join(lines)
