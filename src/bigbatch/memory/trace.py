@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bigbatch.memory.events import Event, Storage
+from bigbatch.memory.fake_kernels import as_the_kernel_returns
 from bigbatch.memory.measure import LiveBytes
 
 Price = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
@@ -133,8 +134,9 @@ class Recorder:
 class FakeRecorder(Recorder, LiveBytes):
     """Notes the bytes alive in a step of fake tensors, and the time that it would take.
 
-    Fake tensors have no numbers, so what reads one is answered with 1: the step looks whether its gradient norm is
-    finite, an optimizer at its step counter. Inside ``strictly`` nothing is answered, and a read raises.
+    Fake tensors have no numbers, so what reads one is answered as in a steady step: a number with 1000, because the step
+    looks whether its gradient norm is finite and an optimizer at its step counter; a question with no, because an
+    average asks whether it is the first time. Inside ``strictly`` nothing is answered, and a read raises.
 
     Args:
         model: Whose modules are watched; of fake tensors.
@@ -182,8 +184,13 @@ class FakeRecorder(Recorder, LiveBytes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and not self._strict:
-            return True if func is _READS[1] else _one_of(args[0].dtype)
+            self._see(args)
+            return True if func is _READS[1] else _answer(args[0].dtype)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        corrected = as_the_kernel_returns(func, args, result)
+        if corrected is not result:
+            result = corrected
+            self._see(result)
         if self._price is not None and result is not NotImplemented:
             self._seconds += self._price(func, args, kwargs or {}, result)
         return result
@@ -196,8 +203,10 @@ class FakeRecorder(Recorder, LiveBytes):
         return peak, now, passed
 
 
-def _one_of(dtype: torch.dtype) -> complex | float | int | bool:
-    return 1.0 if dtype.is_floating_point else 1 if not dtype.is_complex else 1 + 0j
+def _answer(dtype: torch.dtype) -> complex | float | int | bool:
+    if dtype == torch.bool:
+        return False
+    return 1000.0 if dtype.is_floating_point else 1000 if not dtype.is_complex else 1000 + 0j
 
 
 def _comparable(value: Any) -> Any:
