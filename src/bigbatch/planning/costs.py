@@ -32,6 +32,9 @@ class Line(NamedTuple):
         return cls(value - slope * size, slope)
 
 
+NOTHING = Line()
+
+
 @dataclass(frozen=True)
 class Part:
     """Modules inside a block that are recomputed while the rest of it is kept.
@@ -44,7 +47,7 @@ class Part:
 
     names: tuple[str, ...]
     saved: tuple[int, ...]
-    recompute_seconds: Line = Line()
+    recompute_seconds: Line = NOTHING
 
 
 @dataclass(frozen=True)
@@ -72,21 +75,21 @@ class Slot:
         may_recompute: Whether it may be recomputed at all.
         follows: Whether it may form a group with the block before it: neighbours in one ``nn.Sequential`` or
             ``nn.ModuleList``, its sole input is what that one returned, and nothing runs between them.
-        parts: What may be recomputed of the block instead of all of it. Its backward needs no more than when it is kept.
+        parts: What may be recomputed of the block instead of all of it; its backward needs no more than when it is kept.
     """
 
     name: str | None
     kind: str = ""
     saved: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
-    forward: Line = Line()
-    recompute: Line = Line()
-    backward: Line = Line()
-    backward_first: Line = Line()
-    pending: Line = Line()
-    pending_first: Line = Line()
-    forward_seconds: Line = Line()
-    recompute_seconds: Line = Line()
+    forward: Line = NOTHING
+    recompute: Line = NOTHING
+    backward: Line = NOTHING
+    backward_first: Line = NOTHING
+    pending: Line = NOTHING
+    pending_first: Line = NOTHING
+    forward_seconds: Line = NOTHING
+    recompute_seconds: Line = NOTHING
     may_recompute: bool = False
     follows: bool = False
     parts: tuple[Part, ...] = ()
@@ -135,11 +138,11 @@ class MemoryProfile:
     average_bytes: int = 0
     other_bytes: int = 0
     update_bytes: int = 0
-    batch: Line = Line()
+    batch: Line = NOTHING
     batch_is_whole: bool = True
     storages: tuple[Line, ...] = ()
     slots: tuple[Slot, ...] = ()
-    workspace: Line = Line()
+    workspace: Line = NOTHING
     micro_seconds: tuple[tuple[int, float], ...] = ()
     update_seconds: float = 0.0
     timing: Literal["measured", "estimated"] = "estimated"

@@ -303,8 +303,21 @@ def _storages(both: Sequence[Sequence[_Stretch]], sizes: Sequence[int]) -> tuple
     )
 
 
-def seconds_of_slots(micro_batch: MicroBatch, blocks: Collection[str]) -> list[tuple[float, float]]:
-    """Of each slot the seconds of its forward, and of it up to the last save; where it saves nothing, of all of it."""
+class SlotSeconds(NamedTuple):
+    """Seconds of one slot: of its forward, of it up to the last save, and of each module in it up to its last save."""
+
+    forward: float
+    recompute: float
+    children: dict[str, float]
+
+
+def seconds_of_slots(micro_batch: MicroBatch, blocks: Collection[str]) -> list[SlotSeconds]:
+    """What was timed in each slot; where nothing was saved, all of the forward counts."""
     return [
-        (stretch.seconds, stretch.recompute_seconds or stretch.seconds) for stretch in _stretches(micro_batch, blocks)
+        SlotSeconds(
+            stretch.seconds,
+            stretch.recompute_seconds or stretch.seconds,
+            {name: child.recompute_seconds or child.seconds for name, child in stretch.children.items()},
+        )
+        for stretch in _stretches(micro_batch, blocks)
     ]

@@ -34,6 +34,7 @@ class Roofline:
         self._card = card
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+        """Seconds of one operation; none of one that only looks at memory in another way."""
         if _is_view(func):
             return 0.0
         tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, torch.Tensor)]

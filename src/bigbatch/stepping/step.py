@@ -304,7 +304,7 @@ class Step:
     def fit(self, batch: Any) -> Plan:
         """Choose micro-batch size and recomputed modules for the memory budget; the state stays as it is.
 
-        The plan is traced without numbers, timed, and tried once with ``batch``; what it recomputes is put on the model.
+        The plan is traced, timed, and tried once with ``batch``; what it recomputes is put on the model.
 
         Raises:
             OptionError: The step has no memory budget.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +11,8 @@ from bigbatch.batch.logical import LogicalBatch
 from bigbatch.batch.resizing import micro_batch_of
 from bigbatch.memory.recompute import apply
 from bigbatch.memory.trace import Recorder
-from bigbatch.planning.costs import Line, MemoryProfile
-from bigbatch.planning.slots import MicroBatch, micro_batches, seconds_of_slots
+from bigbatch.planning.costs import Line, MemoryProfile, Slot
+from bigbatch.planning.slots import MicroBatch, SlotSeconds, micro_batches, seconds_of_slots
 from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.recording import recorded
 from bigbatch.stepping.trial import put_back_afterwards
@@ -28,12 +27,15 @@ _SAME_SPEED = 0.02
 """Where a sample gets faster by less than this from one size to the next, larger ones bring nothing."""
 _ENOUGH_SECONDS = 0.3
 _MOST_TRIES = 5
-_PAIRS = 3
+_PAIRS = 4
+_LEAST_SECONDS = 1e-9
 _LEAST_SHARE, _MOST_SHARE = 0.2, 3.0
 """Of a second forward in the time of a first one; what is outside was disturbed."""
 
 
-def timed(step: Step, batch: Any, profile: MemoryProfile, fits: Callable[[int, bool], bool], most: int) -> MemoryProfile:
+def timed(
+    step: Step, batch: Any, profile: MemoryProfile, fits: Callable[[int, bool], bool], most: int
+) -> MemoryProfile:
     """The profile with times of this device in the place of estimates. The state of the step is put back, bit for bit.
 
     Sizes are doubled as long as they fit and a sample gets faster; each block is timed in the smallest and in the
@@ -55,19 +57,19 @@ def timed(step: Step, batch: Any, profile: MemoryProfile, fits: Callable[[int, b
         clock = _Clock(step, batch)
         with apply(Plan(micro_batch_size=most, recompute=recomputed), step.model):
             times = _ladder(clock, smallest, most, lambda size: fits(size, bool(recomputed)))
-            lines = _seconds_of_slots(clock, profile, (min(times), max(times)))
+            slots = _timed_slots(clock, profile, (min(times), max(times)))
         if recomputed:
-            times = {size: seconds - sum(line.at(size) for line, _ in lines) for size, seconds in times.items()}
-            share = 1.0
+            again = [slot.forward_seconds for slot in slots if slot.may_recompute]
+            times = {size: seconds - sum(line.at(size) for line in again) for size, seconds in times.items()}
         else:
-            share = _share_of_forward(clock, lines, everything, sorted(times)[:2][-1])
-    slots = tuple(
-        replace(slot, forward_seconds=forward, recompute_seconds=Line(again.fixed * share, again.per_sample * share))
-        for slot, (forward, again) in zip(profile.slots, lines, strict=True)
-    )
-    points = tuple((size, max(seconds, 1e-9)) for size, seconds in sorted(times.items()))
+            share = _share_of_forward(clock, slots, everything, sorted(times)[:2][-1])
+            slots = [_with_share(slot, share) for slot in slots]
     return replace(
-        profile, slots=slots, micro_seconds=points, update_seconds=clock.update_seconds, timing="measured"
+        profile,
+        slots=tuple(slots),
+        micro_seconds=tuple((size, max(seconds, _LEAST_SECONDS)) for size, seconds in sorted(times.items())),
+        update_seconds=clock.update_seconds,
+        timing="measured",
     )
 
 
@@ -103,52 +105,72 @@ class _Clock:
 
 def _ladder(clock: _Clock, smallest: int, most: int, fits: Callable[[int], bool]) -> dict[int, float]:
     """Seconds of micro-batches by size."""
-    begin, times, size = time.perf_counter(), {}, smallest
-    clock.run(size)  # what is made once is made here
-    slower = 0
-    while True:
-        times[size] = clock.seconds(size)
+    clock.run(smallest)  # what is made once is made here
+    begin, size, num_slower = time.perf_counter(), smallest, 0
+    times = {size: clock.seconds(size)}
+    while num_slower < 2:
         larger = min(2 * size, most)
         took = time.perf_counter() - begin
         if larger == size or not fits(larger) or took + 4 * times[size] > _MOST_SECONDS:
-            return times
-        before = times.get(size // 2)
-        slower = slower + 1 if before is not None and times[size] / size > (1 - _SAME_SPEED) * before / (size // 2) else 0
-        if slower == 2:
-            return times
-        size = larger
+            break
+        times[larger] = clock.seconds(larger)
+        gained = times[larger] / larger < (1 - _SAME_SPEED) * times[size] / size
+        size, num_slower = larger, 0 if gained else num_slower + 1
+    return times
 
 
-def _seconds_of_slots(clock: _Clock, profile: MemoryProfile, sizes: tuple[int, int]) -> list[tuple[Line, Line]]:
-    """Of each slot the seconds of its forward, and of it up to the last save."""
+def _timed_slots(clock: _Clock, profile: MemoryProfile, sizes: tuple[int, int]) -> list[Slot]:
+    """The slots with seconds that were measured."""
     blocks = {slot.name for slot in profile.slots if slot.name is not None}
-    measured = [_least(clock, size, blocks) for size in dict.fromkeys(sizes)]
-    if any(len(found) != len(profile.slots) for found in measured):
-        return [(slot.forward_seconds, slot.recompute_seconds) for slot in profile.slots]
-    if len(measured) == 1:  # in proportion
-        return [tuple(Line(0.0, seconds / sizes[0]) for seconds in slot) for slot in measured[0]]  # type: ignore[misc]
+    (size, small), (other_size, large) = [(size, _least(clock, size, blocks)) for size in sizes]
+    if not len(small) == len(large) == len(profile.slots):
+        return list(profile.slots)
+
+    def line(seconds: float, other: float) -> Line:
+        if size == other_size:
+            return Line(0.0, min(seconds, other) / size)
+        return Line.through((size, seconds), (other_size, other))
+
+    def of_part(names: tuple[str, ...], one: SlotSeconds, two: SlotSeconds) -> Line:
+        return line(*(sum(found.children.get(name, 0.0) for name in names) for found in (one, two)))
+
     return [
-        tuple(Line.through((sizes[0], small), (sizes[1], large)) for small, large in zip(*both, strict=True))  # type: ignore[misc]
-        for both in zip(*measured, strict=True)
+        replace(
+            slot,
+            forward_seconds=line(one.forward, two.forward),
+            recompute_seconds=line(one.recompute, two.recompute),
+            parts=tuple(replace(part, recompute_seconds=of_part(part.names, one, two)) for part in slot.parts),
+        )
+        for slot, one, two in zip(profile.slots, small, large, strict=True)
     ]
 
 
-def _least(clock: _Clock, size: int, blocks: set[str]) -> list[tuple[float, float]]:
-    runs = [seconds_of_slots(clock.run(size, closely=True), blocks) for _ in range(2)]
-    return [tuple(map(min, zip(*both, strict=True))) for both in zip(*runs, strict=True)]  # type: ignore[misc]
+def _least(clock: _Clock, size: int, blocks: set[str]) -> list[SlotSeconds]:
+    """What each slot took in the faster of two runs."""
+    runs = [clock.run(size, closely=True) for _ in range(2)]
+    return seconds_of_slots(min(runs, key=lambda micro_batch: micro_batch.seconds), blocks)
 
 
-def _share_of_forward(
-    clock: _Clock, lines: list[tuple[Line, Line]], everything: tuple[str, ...], size: int
-) -> float:
+def _with_share(slot: Slot, share: float) -> Slot:
+    def scaled(line: Line) -> Line:
+        return Line(line.fixed * share, line.per_sample * share)
+
+    return replace(
+        slot,
+        forward_seconds=scaled(slot.forward_seconds),
+        recompute_seconds=scaled(slot.recompute_seconds),
+        parts=tuple(replace(part, recompute_seconds=scaled(part.recompute_seconds)) for part in slot.parts),
+    )
+
+
+def _share_of_forward(clock: _Clock, slots: list[Slot], everything: tuple[str, ...], size: int) -> float:
     """What recomputing all blocks really adds, in terms of what their forwards took."""
-    expected = sum(again.at(size) for _, again in lines)
+    expected = sum(slot.recompute_seconds.at(size) for slot in slots if slot.may_recompute)
     if not everything or expected <= 0:
         return 1.0
-    added = []
+    plain, recomputed = [], []
     for _ in range(_PAIRS):
-        plain = clock.run(size).seconds
+        plain.append(clock.run(size).seconds)
         with apply(Plan(micro_batch_size=size, recompute=everything), clock.model):
-            added.append(clock.run(size).seconds - plain)
-    return min(max(statistics.median(added) / expected, _LEAST_SHARE), _MOST_SHARE)
-
+            recomputed.append(clock.run(size).seconds)
+    return min(max((min(recomputed) - min(plain)) / expected, _LEAST_SHARE), _MOST_SHARE)
