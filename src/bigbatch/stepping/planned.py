@@ -170,12 +170,12 @@ def _measured(planner: Planner, why: str) -> MemoryProfile:
     step, smallest = planner.step, planner.step.accumulator.smallest_micro_batch
     sizes = (smallest, 2 * smallest)
     parameters = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in step.model.parameters()}
-    per_sample = planner.bytes_per_sample
+    of_batch = planner.bytes_of_batch
     first, later = [], []
     for size in sizes:
         alone, two = planner.batch_of(size), planner.batch_of(2 * size)
-        first.append(sizing.measure(step, alone, None) - per_sample * size)
-        later.append(sizing.measure(step, two, size) - per_sample * 2 * size)
+        first.append(sizing.measure(step, alone, None) - of_batch.at(size))
+        later.append(sizing.measure(step, two, size) - of_batch.at(2 * size))
     gradients = sum(p.nbytes for p in step.named_parameters().values())
     resident = sum(parameters.values())
     slot = Slot(
@@ -186,7 +186,7 @@ def _measured(planner: Planner, why: str) -> MemoryProfile:
     return MemoryProfile(
         parameter_bytes=resident,
         gradient_bytes=gradients,
-        batch=Line(0.0, per_sample),
+        batch=of_batch,
         slots=(slot,),
         smallest_micro_batch=smallest,
         device=planner.device,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from bigbatch.batch.logical import num_samples_of
 from bigbatch.batch.resizing import micro_batch_of
 from bigbatch.batch.structure import is_array, leaves
 from bigbatch.errors import RecomputeError, TraceError
@@ -44,12 +46,14 @@ def profile_of(step: Step, shadow: Shadow, batch: Any, *, price: Price | None = 
     tree = _tree_of(shadow.step.model)
     blocks = {name: tree[name].kind for name in find_blocks(tree, later_small.forward)}
     try:
-        storages, slots = read_slots(traced, blocks, _may_recompute(shadow.step.model, blocks), _neighbours(tree))
+        candidates = [*blocks, *(child for name in blocks for child in tree[name].children)]
+        may_recompute = _may_recompute(shadow.step.model, candidates)
+        storages, slots = read_slots(traced, blocks, may_recompute, _neighbours(tree))
     except ShapesDependOnSizeError as error:
         raise TraceError(str(error)) from error
     return MemoryProfile(
         **_resident(shadow, step, down, first_large, later_small),
-        batch=Line(0.0, bytes_per_sample(step, batch)),
+        batch=bytes_of_batch(step, batch),
         storages=storages,
         slots=slots,
         micro_seconds=tuple((m.num_samples, m.seconds) for m in traced.later) if price is not None else (),
@@ -105,11 +109,23 @@ def _num_bytes(values: Any, seen: set[int]) -> int:
     return total
 
 
-def bytes_per_sample(step: Step, batch: Any) -> float:
-    """Bytes of one sample as it lies on the device."""
-    micro_batch = micro_batch_of(batch, 4, step.options)
-    arrays = [value for value in leaves(micro_batch) if is_array(value)]
-    return sum(array.nbytes for array in arrays) / 4
+def bytes_of_batch(step: Step, batch: Any) -> Line:
+    """Bytes of a batch as it lies on the device: what all samples share, and what each of them takes.
+
+    On the CPU, samples that are collated lie there too, beside what is made of them.
+    """
+    options, (small, large) = step.options, _SIZES
+    made = Line.through(
+        (small, _bytes_of(micro_batch_of(batch, small, options))),
+        (large, _bytes_of(micro_batch_of(batch, large, options))),
+    )
+    if options.collate is None or step.accumulator.device.type != "cpu":
+        return made
+    return Line(made.fixed, made.per_sample + _bytes_of(batch) / num_samples_of(batch, options))
+
+
+def _bytes_of(value: Any) -> int:
+    return sum(array.nbytes for array in leaves(value) if is_array(array))
 
 
 def _tree_of(model: nn.Module) -> dict[str, Node]:
@@ -130,9 +146,9 @@ def _neighbours(tree: dict[str, Node]) -> set[tuple[str, str]]:
     }
 
 
-def _may_recompute(model: nn.Module, blocks: dict[str, str]) -> set[str]:
+def _may_recompute(model: nn.Module, names: Iterable[str]) -> set[str]:
     found = set()
-    for name in blocks:
+    for name in names:
         try:
             check_can_be_put_on(model.get_submodule(name), name, in_group=False)
         except RecomputeError:
