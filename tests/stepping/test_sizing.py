@@ -1,4 +1,7 @@
-"""The micro-batch size for a budget: the largest that fits, in few tries, and nothing is moved by looking for it."""
+"""Measuring a step, the micro-batch size found by trying, and that nothing is moved by either.
+
+``sizing.fit`` is what ``Step.fit`` falls back to; tests of the size that it finds call it by itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel
 
 import bigbatch as bb
-from bigbatch.stepping.sizing import largest_that_fits
+from bigbatch.stepping.sizing import fit, largest_that_fits
+from bigbatch.values import Plan
 
 NUM_FEATURES = 16
 NUM_SAMPLES = 24
@@ -61,6 +65,14 @@ def adamw_fused(model: nn.Module) -> torch.optim.Optimizer:
 
 def with_tensor_lr(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), fused=True)
+
+
+def fitted(step: bb.Step, batch: Any) -> Plan:
+    """The largest micro-batch that fits, found by trying, and put on the step."""
+    assert step.budget_bytes is not None
+    step.plan = fit(step, batch, step.budget_bytes)
+    step.micro_batch_size = step.plan.micro_batch_size
+    return step.plan
 
 
 # Nothing moves
@@ -180,6 +192,7 @@ def test_measuring_and_fitting_leave_everything_as_it_was(kind, after):
     before, same = snapshot(step), identities(step)
 
     peaks = [step.measure(batch, size) for size in (3, 24)]
+    fit(step, batch, 2**30)
 
     assert_identical(snapshot(step), before)
     assert identities(step) == same
@@ -280,10 +293,10 @@ def test_the_largest_that_fits_is_that_of_an_exhaustive_search(kind):
         step = make_step(kind, memory_budget=budget)
         if not fitting:
             with pytest.raises(bb.BudgetError, match="No micro-batch fits") as caught:
-                step.fit(batch)
+                fitted(step, batch)
             assert (caught.value.smallest_bytes, caught.value.budget_bytes) == (peaks[smallest], budget)
             continue
-        plan = step.fit(batch)
+        plan = fitted(step, batch)
         # Where two sizes need the same, the larger one takes fewer micro-batches.
         assert plan.micro_batch_size == max(fitting)
         assert plan.peak_bytes == peaks[max(fitting)]
@@ -291,7 +304,7 @@ def test_the_largest_that_fits_is_that_of_an_exhaustive_search(kind):
         assert plan.accumulation_steps == math.ceil(NUM_SAMPLES / plan.micro_batch_size)
 
 
-def test_the_first_batch_is_fitted_by_itself_and_the_size_stays():
+def test_the_first_batch_is_fitted_by_itself_and_the_plan_stays():
     sizes = []
 
     def listening(model: nn.Module, batch: Batch) -> Tensor:
@@ -305,12 +318,23 @@ def test_the_first_batch_is_fitted_by_itself_and_the_size_stays():
     assert step.micro_batch_size is None
     assert step.plan is None
     first = step(batch)
-    tried = len(sizes)
+    tried, plan = len(sizes), step.plan
     second = step(batch)
 
-    assert first.micro_batch_sizes == second.micro_batch_sizes == (8, 8, 8)
-    assert len(sizes) == tried + 3
-    assert step.plan.micro_batch_size == step.micro_batch_size == 8
+    assert first.micro_batch_sizes == second.micro_batch_sizes
+    assert len(sizes) == tried + len(first.micro_batch_sizes)
+    assert step.plan is plan
+    assert plan.micro_batch_size == step.micro_batch_size == first.micro_batch_sizes[0] < NUM_SAMPLES
+
+
+def test_a_larger_batch_is_fitted_again_when_all_of_the_first_one_fitted():
+    step = make_step("sgd", memory_budget=make_step("sgd").measure(make_batch(24), 12))
+    sizes = [step(make_batch(n)).micro_batch_sizes for n in (4, 24, 48, 4)]
+
+    assert sizes[0] == sizes[3] == (4,)
+    # More samples than were ever seen to fit at once are not tried in the training itself.
+    assert len(sizes[1]) > 1
+    assert set(sizes[2]) == {sizes[1][0]}
 
 
 def test_the_size_that_is_returned_was_tried_and_so_was_the_next():
@@ -323,7 +347,7 @@ def test_the_size_that_is_returned_was_tried_and_so_was_the_next():
     batch = make_batch(240)
     budget = make_step("sgd").measure(batch, 60) + 100
     model = mlp()
-    plan = bb.Step(model, listening, sgd(model), memory_budget=budget).fit(batch)
+    plan = fitted(bb.Step(model, listening, sgd(model), memory_budget=budget), batch)
 
     assert plan.micro_batch_size == 60
     assert {60, 80} <= set(sizes)
@@ -332,17 +356,20 @@ def test_the_size_that_is_returned_was_tried_and_so_was_the_next():
     assert len(set(sizes)) <= 8
 
 
-def test_a_step_at_its_budget_stays_inside():
+@pytest.mark.parametrize("kind", ["sgd", "batch norm, dropout", "adamw foreach"])
+def test_a_step_at_its_budget_stays_inside(kind):
     """The peak of a real step, counted by itself, is what the plan says and not more than the budget."""
     from tests.stepping.test_peak_memory import peak_of_a_steady_step
 
     batch = make_batch()
-    for kind in ("sgd", "batch norm, dropout", "adamw foreach"):
-        budget = make_step(kind).measure(batch, 6) + 10
+    for size in (2, 6, 12):
+        budget = round(make_step(kind).measure(batch, size) * 1.03)
         step = make_step(kind, memory_budget=budget)
         peak = peak_of_a_steady_step(step, batch)
         assert step.plan.peak_bytes == pytest.approx(peak, rel=0.01)
         assert peak <= budget
+        # Control: the whole batch at once would not have been inside.
+        assert make_step(kind).measure(batch, None) > budget
 
 
 def test_with_a_size_of_ones_own_that_one_is_tried_alone():
@@ -350,9 +377,20 @@ def test_with_a_size_of_ones_own_that_one_is_tried_alone():
     peak = make_step("sgd").measure(batch, 5)
     step = make_step("sgd", memory_budget=peak, micro_batch_size=5)
 
-    assert step(batch).micro_batch_sizes == (5, 5, 5, 5, 4)
+    assert fitted(step, batch).micro_batch_size == 5
     with pytest.raises(bb.BudgetError, match="even 5 sample"):
-        make_step("sgd", memory_budget=peak - 1, micro_batch_size=5)(batch)
+        fitted(make_step("sgd", memory_budget=peak - 1, micro_batch_size=5), batch)
+
+
+def test_a_size_of_ones_own_is_kept_and_modules_are_recomputed_for_it():
+    batch = make_batch()
+    budget = round(make_step("sgd").measure(batch, 5) * 1.01)  # less than the margin
+    step = make_step("sgd", memory_budget=budget, micro_batch_size=5)
+
+    assert step(batch).micro_batch_sizes == (5, 5, 5, 5, 4)
+    assert step.plan.recompute
+    with pytest.raises(bb.BudgetError, match="even micro-batches of 5"):
+        make_step("sgd", memory_budget=budget // 3, micro_batch_size=5)(batch)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "batch norm, dropout"])
@@ -360,12 +398,28 @@ def test_when_nothing_fits_nothing_moved(kind):
     step = make_step(kind, memory_budget=1000)
     before = snapshot(step)
 
-    with pytest.raises(bb.BudgetError, match=r"even \d sample.* need .* KiB") as caught:
+    with pytest.raises(bb.BudgetError, match=r"even micro-batches of \d with \d modules .* need .* KiB") as caught:
         step(make_batch())
+
+    assert isinstance(caught.value, MemoryError)
+    assert caught.value.budget_bytes == 1000
+    assert_identical(snapshot(step), before)
+    # What it says is enough is enough.
+    make_step(kind, memory_budget=caught.value.smallest_bytes)(make_batch())
+    with pytest.raises(bb.BudgetError):
+        make_step(kind, memory_budget=round(caught.value.smallest_bytes * 0.97))(make_batch())
+
+
+@pytest.mark.parametrize("kind", ["sgd", "batch norm, dropout"])
+def test_when_no_size_that_is_tried_fits_nothing_moved(kind):
+    step = make_step(kind, memory_budget=1000)
+    before = snapshot(step)
+
+    with pytest.raises(bb.BudgetError, match=r"even \d sample.* need .* KiB") as caught:
+        fitted(step, make_batch())
 
     smallest = 2 if kind.startswith("batch norm") else 1
     assert caught.value.smallest_bytes == make_step(kind).measure(make_batch(), smallest)
-    assert isinstance(caught.value, MemoryError)
     assert_identical(snapshot(step), before)
 
 
@@ -390,7 +444,9 @@ def test_batch_norm_is_never_fitted_to_one_sample():
     budget = make_step("batch norm, dropout").measure(make_batch(8), 2)
 
     even = make_step("batch norm, dropout", memory_budget=budget)
-    assert even(make_batch(8)).micro_batch_sizes == (2, 2, 2, 2)
+    assert fitted(even, make_batch(8)).micro_batch_size == 2
+    planned = make_step("batch norm, dropout", memory_budget=budget)
+    assert min(planned(make_batch(9)).micro_batch_sizes) >= 2
 
 
 def test_batch_norm_is_not_fitted_to_a_size_that_leaves_one_sample():
@@ -399,9 +455,9 @@ def test_batch_norm_is_not_fitted_to_a_size_that_leaves_one_sample():
     two, three = (make_step("batch norm, dropout").measure(batch, size) for size in (2, 3))
     assert two < three
 
-    assert make_step("batch norm, dropout", memory_budget=three)(batch).micro_batch_sizes == (3, 3, 3)
+    assert fitted(make_step("batch norm, dropout", memory_budget=three), batch).micro_batch_size == 3
     with pytest.raises(bb.BudgetError, match="No micro-batch fits"):
-        make_step("batch norm, dropout", memory_budget=three - 1)(batch)
+        fitted(make_step("batch norm, dropout", memory_budget=three - 1), batch)
 
 
 def test_the_whole_batch_at_once_is_found_where_a_part_needs_more():
@@ -415,7 +471,9 @@ def test_the_whole_batch_at_once_is_found_where_a_part_needs_more():
     whole, half, one = (make().measure(batch, size) for size in (24, 12, 1))
     assert whole < one < half
 
-    assert make(memory_budget=whole)(batch).micro_batch_sizes == (24,)
+    assert fitted(make(memory_budget=whole), batch).micro_batch_size == 24
+    # The planner keeps 2 % free.
+    assert make(memory_budget=math.ceil(whole / 0.98))(batch).micro_batch_sizes == (24,)
 
 
 def test_out_of_memory_in_the_trial_is_a_size_that_does_not_fit():
@@ -464,8 +522,19 @@ def test_a_batch_that_is_collated_is_fitted():
 
     step = bb.Step(model, loss_fn, sgd(model), collate=collate, memory_budget=budget)
 
-    assert step.fit(samples).micro_batch_size == 6
+    assert fitted(step, samples).micro_batch_size == 6
     assert step(samples).micro_batch_sizes == (6, 6, 6, 6)
+
+
+def test_a_batch_that_is_collated_is_planned():
+    samples = list(zip(*make_batch(), strict=True))
+    model = mlp()
+    whole = bb.Step(model, loss_fn, sgd(model), collate=collate).measure(samples, None)
+
+    step = bb.Step(model, loss_fn, sgd(model), collate=collate, memory_budget=round(whole * 0.9))
+
+    assert step.fit(samples).peak_bytes <= whole * 0.9
+    assert step(samples).micro_batch_sizes[0] == step.plan.micro_batch_size
 
 
 def test_a_batch_that_is_cut_already_has_nothing_to_choose():

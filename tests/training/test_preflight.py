@@ -51,7 +51,7 @@ def test_a_budget_that_nothing_fits_in_is_found():
     found = preflight(tiny_task(), memory_budget="2kB")
 
     assert not found.go
-    assert "No micro-batch fits in 1.95 KiB" in check_of(found, "memory, budget").found
+    assert "No plan fits in 1.95 KiB" in check_of(found, "memory, budget").found
 
 
 def test_a_later_step_over_the_budget_is_found():

@@ -193,7 +193,7 @@ def test_a_run_may_go_on_with_another_budget(tmp_path):
     task = tiny_task(model=wide)
     probe = Run(task)
     batch = next(iter(train_loader(task, probe.parts.train_data)))
-    large = probe.step.measure(batch, 16)
+    large = round(probe.step.measure(batch, 16) * 1.03)  # the planner keeps 2 % free
     small = (probe.step.measure(batch, 2) + large) // 2
 
     saved_at(task, 6, tmp_path, memory_budget=small)
