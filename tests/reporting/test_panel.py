@@ -40,7 +40,7 @@ def test_plain_lines_tell_everything():
 def test_plain_lines_tell_of_the_search():
     lines = plain_lines(tiny_task(epochs=1), memory_budget="1MiB")
 
-    assert lines[1:3] == ["measuring which micro-batches fit in 1.00 MiB ...", lines[2]]
+    assert lines[1:3] == ["planning for 1.00 MiB ...", lines[2]]
     assert re.fullmatch(r"micro-batches of 16 fit, measured peak [\d.]+ KiB", lines[2])
 
 

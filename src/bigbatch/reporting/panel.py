@@ -24,8 +24,10 @@ _SECONDS_TO_HALF_AS_MANY = 100.0
 
 def announced(plan: Plan) -> str:
     """The line about a plan that was found."""
+    num_modules = sum(1 if isinstance(entry, str) else len(entry) for entry in plan.recompute)
+    recompute = f" with {num_modules} module{'s' if num_modules > 1 else ''} recomputed" if num_modules else ""
     peak = f", measured peak {format_bytes(plan.peak_bytes)}" if plan.peak_bytes else ""
-    return f"micro-batches of {plan.micro_batch_size} fit{peak}"
+    return f"micro-batches of {plan.micro_batch_size}{recompute} fit{peak}"
 
 
 class PlainLines(Listener):
@@ -48,11 +50,11 @@ class PlainLines(Listener):
         self._write(opening(info))
 
     def fitting(self, budget_bytes: int) -> None:
-        """Say that sizes are tried."""
-        self._write(f"measuring which micro-batches fit in {format_bytes(budget_bytes)} ...")
+        """Say that a plan is looked for."""
+        self._write(f"planning for {format_bytes(budget_bytes)} ...")
 
     def fitted(self, plan: Plan) -> None:
-        """Say which one fits."""
+        """Say what fits."""
         self._write(announced(plan))
 
     def stepped(self, record: StepRecord) -> None:
@@ -129,11 +131,11 @@ class LivePanel(Listener):
         self._live.start()
 
     def fitting(self, budget_bytes: int) -> None:
-        """Show that sizes are tried."""
-        self._show(now=True, doing=f"measures which micro-batches fit in {format_bytes(budget_bytes)}")
+        """Show that a plan is looked for."""
+        self._show(now=True, doing=f"plans for {format_bytes(budget_bytes)}")
 
     def fitted(self, plan: Plan) -> None:
-        """Say which one fits."""
+        """Say what fits."""
         self._console.print(announced(plan), highlight=False, markup=False)
 
     def micro_batch(self, number: int, count: int | None) -> None:

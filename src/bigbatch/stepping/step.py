@@ -50,9 +50,9 @@ class Step:
         optimizer: One, or several for different parameters.
         plan: What to run: micro-batch size and recomputed modules. Instead of memory_budget and micro_batch_size.
         batch_size: Samples in a step, at most; a larger batch is an error.
-        memory_budget: The micro-batch size is found by measuring at the first batch, such that the peak of a step stays
-            inside this: bytes, or a text such as ``"8GiB"``.
-        micro_batch_size: Samples in one forward-backward; with a ``memory_budget``, the only one that is tried.
+        memory_budget: A plan is made at the first batch (see ``fit``), such that the peak of a step stays inside this:
+            bytes, or a text such as ``"8GiB"``.
+        micro_batch_size: Samples in one forward-backward; with a ``memory_budget``, the plan has this size.
         options: See ``StepOptions``.
 
     Attributes:

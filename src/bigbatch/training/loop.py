@@ -28,10 +28,9 @@ class Run:
 
     Args:
         device: Where the model is trained; ``"cpu"`` or ``"cuda"``.
-        memory_budget: Bytes, or a text such as ``"64MiB"``. The micro-batch size that fits is found by measuring with
-            the first batch.
-        micro_batch_size: Samples in one forward-backward, at most; with a budget, the only size that is tried. With
-            neither, a batch is run at once.
+        memory_budget: Bytes, or a text such as ``"64MiB"``. A plan that fits is made with the first batch.
+        micro_batch_size: Samples in one forward-backward, at most; with a budget, the plan has this size. With neither,
+            a batch is run at once.
         listeners: Who hears of it; more can be added to ``run.listeners``.
         count_every_step: Count the peak of all full steps and not of one. On CPU this takes time.
 
