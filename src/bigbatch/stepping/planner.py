@@ -27,6 +27,7 @@ from bigbatch.stepping.pricing import Roofline
 from bigbatch.stepping.profiling import bytes_of_batch, profile_of
 from bigbatch.stepping.shadow import Shadow
 from bigbatch.stepping.timing import timed
+from bigbatch.stepping.workspace import workspace_of
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 
@@ -39,6 +40,8 @@ UNLIMITED = 2**60
 """Bytes that stand for no budget."""
 _DEFAULT_CARD = "a100-80gb"
 _MOST_ROUNDS = 8
+_TIMES_LARGER = 4
+"""Workspace is measured with the smallest micro-batch and with one that is so much larger."""
 _STEP_DOWN = 0.2
 """Of the budget: how much less to plan for when a plan really ran out of memory."""
 _WORTH_ANOTHER_ROUND = 0.01
@@ -162,17 +165,45 @@ class Planner:
             segments = simulation.chain.every_block() if recompute_all else ()
             return simulation.peak_of(segments) + simulation.workspace_bytes <= room
 
-        return timed(self.step, self.batch, self.traced, fits, batch_size)
+        profile = replace(self.traced, workspace=self.workspace(batch_size, fits))
+        return timed(self.step, self.batch, profile, fits, batch_size)
 
-    def peak_bytes(self, plan: Plan, batch_size: int) -> int:
+    def workspace(self, most: int, fits: Callable[[int, bool], bool]) -> Line:
+        """What kernels need beyond tensors, by samples of a micro-batch; measured in small ones for real.
+
+        Args:
+            most: The largest micro-batch that is to be planned.
+            fits: ``fits(size, recompute_all)``: whether micro-batches of this size may be tried.
+        """
+        smallest = min(self.traced.smallest_micro_batch, most)
+        everything = tuple(dict.fromkeys(slot.name for slot in self.traced.slots if slot.may_recompute and slot.name))
+        choices = [Plan(micro_batch_size=most, recompute=names) for names in dict.fromkeys(((), everything))]
+        plans = [plan for plan in choices if fits(smallest, bool(plan.recompute)) and self._can_be_traced(plan)]
+        if not plans:
+            return Line()
+        larger = min(_TIMES_LARGER * smallest, most)
+        sizes = [smallest, larger] if larger > smallest and fits(larger, bool(plans[0].recompute)) else [smallest]
+        return workspace_of(self.step, self.batch, sizes, plans, self._beyond_start)
+
+    def _beyond_start(self, size: int, plan: Plan) -> float:
+        """Traced bytes at the peak of two micro-batches, beyond what is alive before the first."""
+        record = self._shadow.run((size, size), plan)
+        return record.peak_of_micro_batches - record.events[0].live_bytes
+
+    def peak_bytes(self, plan: Plan, batch_size: int, *, workspace: Line | None = None) -> int:
         """Peak of a steady step under this plan, traced.
+
+        Args:
+            workspace: What kernels of forward and backward need beyond tensors, to be counted too.
 
         Raises:
             RecomputeError: The plan does not go with the model.
         """
         sizes = self._sizes(plan, batch_size)
         record = self._shadow.run(_first_and_later(sizes), plan)
-        return record.peak_bytes - record.micro_batch_bytes + self._batch_bytes(sizes)
+        beyond = 0 if workspace is None else math.ceil(workspace.at(max(sizes)))
+        peak = max(record.peak_bytes, record.peak_of_micro_batches + beyond)
+        return peak - record.micro_batch_bytes + self._batch_bytes(sizes)
 
     def timeline(self, plan: Plan, batch_size: int) -> Timeline:
         """What is alive at every moment of a steady step under this plan; its highest moment is ``peak_bytes``.
@@ -314,9 +345,11 @@ class Planner:
         return replace(profile, slots=tuple(slots))
 
     def _can_be_recomputed(self, name: str) -> bool:
-        size = self.traced.smallest_micro_batch
+        return self._can_be_traced(Plan(micro_batch_size=1, recompute=(name,)))
+
+    def _can_be_traced(self, plan: Plan) -> bool:
         try:
-            self._shadow.run([size], Plan(micro_batch_size=size, recompute=(name,)))
+            self._shadow.run([self.traced.smallest_micro_batch], plan)
         except (RecomputeError, TraceError):
             return False
         return True

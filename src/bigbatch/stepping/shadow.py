@@ -46,6 +46,12 @@ class Record:
     peak_bytes: int
     micro_batch_bytes: int
 
+    @property
+    def peak_of_micro_batches(self) -> int:
+        """The most bytes that were alive before the update."""
+        update = next(i for i, event in enumerate(self.events) if event.kind == "mark" and event.what == "update")
+        return int(max(event.peak_bytes for event in self.events[: update + 1]))
+
 
 _BLOCK_BYTES = {"cpu": 1, "cuda": 512}
 """Allocators give out memory in multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
@@ -177,7 +183,7 @@ def _as_keywords(options: StepOptions) -> dict[str, Any]:
 def _constant_like(weight: Any) -> Any:
     """A weight with the same terms that looks at nothing: shapes do not depend on it."""
     if isinstance(weight, Mapping):
-        return {term: _one for term in weight}
+        return dict.fromkeys(weight, _one)
     return _one
 
 
