@@ -39,7 +39,7 @@ Recompute = Annotated[
     str | None,
     typer.Option(
         metavar="all|none|NAMES",
-        help='Hold it at this; without it, it is chosen. Names with commas, groups with +: "blocks.0,blocks.1+blocks.2".',
+        help='Hold it; without it, it is chosen. Names with commas, groups with +: "blocks.0,blocks.1+blocks.2".',
     ),
 ]
 Device = Annotated[

@@ -78,6 +78,7 @@ def read_timeline(
     # Copies for undoing the step are among these, and go before the step is over.
     buffers = profile.buffer_bytes + profile.average_bytes + profile.other_bytes
     shift = batch_bytes - micro_batch_bytes
+    events = [events[0]._replace(seconds=0.0), *events[1:]]  # The clock starts with the first micro-batch.
     moments, seconds, now = [], [], 0.0
     parts = {**resident, "gradients": 0, "buffers": buffers, "saved": 0}
     for event, saved in zip(events, _saved(events), strict=True):

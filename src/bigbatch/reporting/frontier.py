@@ -24,6 +24,8 @@ BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK, GREY = (
 )  # fmt: skip
 PICTURES = (".png", ".svg", ".pdf")
 _PAGES = (".html",)
+_ROOM_ON_THE_LEFT, _ROOM_ON_THE_RIGHT = 0.25, 0.06
+"""Of the width of what is shown."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,12 @@ def _set_up_axes(axes: Axes, found: Frontier, scales: tuple[Scale, Scale]) -> No
     axes.set_ylabel(f"{found.time_label}, {scales[1].unit}")
     axes.set_title(f"{found.title}\nlabels: samples in a micro-batch, modules recomputed", fontsize=11)
     axes.grid(alpha=0.25)
-    axes.margins(x=0.14, y=0.12)
+    peaks = [(plan.peak_bytes or 0) / scales[0].size for plan in _all_plans(found)]
+    ends = min(peaks), max(*peaks, found.budget_bytes / scales[0].size)
+    ratio = max(1.1, ends[1] / ends[0])
+    # Labels are to the left of their points.
+    axes.set_xlim(ends[0] / ratio**_ROOM_ON_THE_LEFT, ends[1] * ratio**_ROOM_ON_THE_RIGHT)
+    axes.margins(y=0.12)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 

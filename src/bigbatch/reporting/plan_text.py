@@ -20,6 +20,7 @@ from bigbatch.units import format_bytes, format_seconds
 from bigbatch.values import Plan
 
 _MOST_ENTRIES = 6
+_NOT_KNOWN = "not known"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Planned:
     advice: tuple[str, ...] = ()
 
     @property
+    def is_timed(self) -> bool:
+        """Whether there are times at all."""
+        return bool(self.profile.micro_seconds)
+
+    @property
     def timing(self) -> str:
         """Where times come from."""
         if self.profile.timing == "measured":
@@ -63,7 +69,7 @@ _CARDS_WITHOUT_A_NAME = {"cpu": "a desktop processor", "custom": "the peaks that
 def plan_report(found: Planned) -> Group:
     """All there is to say about a plan, to be printed on a ``rich`` console."""
     parts: list[RenderableType] = [*_opening(found), _titled("Plan", _plan_table(found))]
-    parts.append(_titled("Memory at the peak, by kind", _kinds_table(found.explanation)))
+    parts.append(_titled("Memory at the peak, by kind", _kinds_table(found)))
     parts.append(_titled("Memory by module, in the largest micro-batch", _blocks_table(found.explanation)))
     parts.append(_titled("From the direct batch to this plan", _levers_table(found)))
     others = [plan for plan in (found.explanation.leaner, found.explanation.faster) if plan is not None]
@@ -149,17 +155,20 @@ def _plan_table(found: Planned) -> Table:
 
 
 def _step_text(seconds: float, found: Planned) -> str:
-    if seconds <= 0:
-        return "not known"
+    if not found.is_timed:
+        return _NOT_KNOWN
     return f"{format_seconds(seconds)}, {found.batch_size / seconds:,.1f} samples/s ({found.timing})"
 
 
-def _kinds_table(explanation: Explanation) -> Table:
+def _kinds_table(found: Planned) -> Table:
+    explanation = found.explanation
+    is_traced = found.plan.peak_bytes in (None, explanation.peak_bytes)
     table = _table("", "", "", right=(1, 2))
     for kind, num_bytes in explanation.kinds.items():
         if num_bytes:
             table.add_row(kind, format_bytes(num_bytes), f"{num_bytes / explanation.peak_bytes:.1%}".replace("%", " %"))
-    table.add_row("all", format_bytes(explanation.peak_bytes), "")
+    # Kinds are told apart on the numbers of the profile, which may be a little off the traced peak.
+    table.add_row("all" if is_traced else "all, simulated", format_bytes(explanation.peak_bytes), "")
     return table
 
 
@@ -194,10 +203,12 @@ def _levers_table(found: Planned) -> Table:
     table = _table("", "memory", "time of a step", right=(1, 2))
     direct, seconds = explanation.direct_bytes, explanation.direct_seconds
     times = f"{explanation.direct_of_budget:.1f} × the budget"
-    table.add_row(f"{found.batch_size} at once, nothing recomputed: {times}", format_bytes(direct), _seconds(seconds))
+    table.add_row(
+        f"{found.batch_size} at once, nothing recomputed: {times}", format_bytes(direct), _seconds(seconds, found)
+    )
     for lever in explanation.levers:
-        table.add_row(lever.name, _signed_bytes(-lever.saved_bytes), _signed_seconds(lever.added_seconds))
-    table.add_row("this plan", format_bytes(explanation.peak_bytes), _seconds(explanation.step_seconds))
+        table.add_row(lever.name, _signed_bytes(-lever.saved_bytes), _signed_seconds(lever.added_seconds, found))
+    table.add_row("this plan", format_bytes(explanation.peak_bytes), _seconds(explanation.step_seconds, found))
     return table
 
 
@@ -209,17 +220,17 @@ def _others_table(found: Planned) -> Table:
         if plan is not None:
             seconds = explanation.step_seconds if plan is found.plan else plan.step_seconds or 0.0
             peak = format_bytes(plan.peak_bytes or 0)
-            table.add_row(name, str(plan.micro_batch_size), peak, _seconds(seconds), recompute_text(plan))
+            table.add_row(name, str(plan.micro_batch_size), peak, _seconds(seconds, found), recompute_text(plan))
     return table
 
 
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds > 0 else "not known"
+def _seconds(seconds: float, found: Planned) -> str:
+    return format_seconds(seconds) if found.is_timed else _NOT_KNOWN
 
 
 def _signed_bytes(num_bytes: int) -> str:
     return f"{'-' if num_bytes < 0 else '+'}{format_bytes(abs(num_bytes))}"
 
 
-def _signed_seconds(seconds: float) -> str:
-    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}" if seconds else ""
+def _signed_seconds(seconds: float, found: Planned) -> str:
+    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}" if seconds and found.is_timed else ""

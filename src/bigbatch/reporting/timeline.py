@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING
 
 from bigbatch.planning.timeline import Stretch, Timeline
 from bigbatch.reporting.frontier import (
-    BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, Scale, check_can_be_drawn, needed,
-)  # fmt: skip
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    Scale,
+    check_can_be_drawn,
+    needed,
+)
 from bigbatch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -67,10 +77,11 @@ def figure_of_timeline(found: Timeline, *, title: str, budget_bytes: int) -> Fig
     with_budget = budget_bytes <= _MOST_OVER_PEAK * found.peak_bytes
     highest = max(found.peak_bytes, budget_bytes if with_budget else 0) * _HEADROOM / memory.size
     axes.set_ylim(0, highest)
-    axes.set_xlim(found.stretches[0].start_seconds / time.size, x[-1])
+    axes.set_xlim(0, x[-1])
     if with_budget:
         _mark_budget(axes, budget_bytes, memory, x[-1])
-    _mark_peak(axes, found, time, memory)
+    label = f"peak {format_bytes(found.peak_bytes)}" + ("" if with_budget else f" of {format_bytes(budget_bytes)}")
+    _mark_peak(axes, found, time, memory, label)
     for stretch in found.stretches:
         _mark_stretch(axes, stretch, found, time)
     axes.set_xlabel(f"time, {time.unit} (estimated)")
@@ -89,14 +100,14 @@ def _mark_budget(axes: Axes, budget_bytes: int, memory: Scale, end: float) -> No
     axes.annotate(text, (end, height), xytext=(-4, 3), textcoords="offset points", ha="right", va="bottom", fontsize=8)
 
 
-def _mark_peak(axes: Axes, found: Timeline, time: Scale, memory: Scale) -> None:
+def _mark_peak(axes: Axes, found: Timeline, time: Scale, memory: Scale, label: str) -> None:
     totals = found.totals
     moment = totals.index(found.peak_bytes)
     x, y = found.seconds[moment] / time.size, found.peak_bytes / memory.size
     axes.plot([x], [y], "v", color=BLACK, markersize=6, clip_on=False)
     is_left = found.seconds[moment] < found.seconds[-1] / 2
     axes.annotate(
-        f"peak {format_bytes(found.peak_bytes)}",
+        label,
         (x, y),
         xytext=(7 if is_left else -7, 2),
         textcoords="offset points",
@@ -116,8 +127,8 @@ def _mark_stretch(axes: Axes, stretch: Stretch, found: Timeline, time: Scale) ->
         axes.axvspan(start, end, color=GREY, alpha=0.18, lw=0, zorder=0)
     else:
         axes.axvline(start, color=BLACK, lw=0.8, alpha=0.6)
-    upright = {"rotation": 90, "va": "top"} if is_narrow else {"va": "top"}
-    axes.text((start + end) / 2, 0.985, stretch.kind, transform=above, ha="center", fontsize=8, **upright)
+    middle, turned = (start + end) / 2, 90 if is_narrow else 0
+    axes.text(middle, 0.985, stretch.kind, transform=above, ha="center", va="top", fontsize=8, rotation=turned)
     if stretch.kind == "forward":
         axes.text(start, 1.015, _micro_batch(stretch, found), transform=above, ha="left", va="bottom", fontsize=9)
 
