@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 
-from bigbatch.planning.costs import Line, MemoryProfile, Slot
+from bigbatch.planning.costs import Line, MemoryProfile, Part, Slot
 
 
 class Maker:
@@ -163,6 +164,27 @@ def unet(depth: int = 4) -> MemoryProfile:
     return make.profile()
 
 
+def with_parts(profile: MemoryProfile, seed: int, most: int = 3) -> MemoryProfile:
+    """The same with parts in most blocks: they hold some of what the block saves, and what goes into them.
+
+    That may be a storage that nobody else has, one of the arguments, or one that other slots save too.
+    """
+    rng = random.Random(seed)
+    storages, slots = list(profile.storages), []
+    for slot in profile.slots:
+        parts = []
+        for index in range(rng.randrange(most + 1) if slot.name is not None else 0):
+            rest = [storage for storage in slot.saved if rng.random() < 0.6]
+            into = rng.choice([*slot.saved[:1], *slot.inputs, len(storages)])
+            if into == len(storages):
+                storages.append(Line(rng.randrange(20), rng.randrange(80)))
+            names = [f"{slot.name}.{index}", *([f"{slot.name}.norm"] if rng.random() < 0.4 else [])]
+            seconds = slot.recompute_seconds.per_sample * rng.random()
+            parts.append(Part(tuple(names), tuple(dict.fromkeys((*rest, into))), Line(1e-4, seconds)))
+        slots.append(dataclasses.replace(slot, parts=tuple(parts)))
+    return dataclasses.replace(profile, storages=tuple(storages), slots=tuple(slots))
+
+
 # ----- the plain way
 
 
@@ -181,7 +203,8 @@ def _moments_of_micro_batch(profile: MemoryProfile, size: int, recompute: tuple,
 
     slots = profile.slots
     names = [slot.name for slot in slots]
-    groups = [[entry] if isinstance(entry, str) else list(entry) for entry in recompute]
+    part_at = {position: part for position, slot in enumerate(slots) if (part := _part_in(slot, recompute))}
+    groups = [[e] if isinstance(e, str) else list(e) for e in recompute if not isinstance(e, str) or e in names]
     group_at: dict[int, list[int]] = {}
     for group in groups:
         for start in [position for position, name in enumerate(names) if name == group[0]]:
@@ -195,7 +218,8 @@ def _moments_of_micro_batch(profile: MemoryProfile, size: int, recompute: tuple,
     put_by: list[set[int]] = []
     for position, slot in enumerate(slots):
         yield gradients + total(held) + slot.forward.at(size)
-        keeps = set(slot.inputs if position in group_at else () if position in later_members else slot.saved)
+        kept = part_at[position].saved if position in part_at else slot.saved
+        keeps = set(slot.inputs if position in group_at else () if position in later_members else kept)
         put_by.append(keeps - held)
         held |= keeps
     for position in reversed(range(len(slots))):
@@ -215,27 +239,38 @@ def _moments_of_micro_batch(profile: MemoryProfile, size: int, recompute: tuple,
                 again = set().union(*others)
         if position not in group_at:
             back = slots[position].backward_first if is_first else slots[position].backward
-            yield gradients + total(held) + back.at(size)
+            yield gradients + total(held | set(slots[position].saved)) + back.at(size)
         held -= put_by[position]
 
 
+def _part_in(slot: Slot, recompute: tuple) -> Part | None:
+    inside = {entry for entry in recompute if isinstance(entry, str) and entry.startswith(f"{slot.name}.")}
+    return next((part for part in slot.parts if set(part.names) == inside), None)
+
+
 def every_choice(profile: MemoryProfile) -> list[tuple]:
-    """Everything that ``Plan.recompute`` can be: each block kept, recomputed alone, or in a group of neighbours."""
+    """Everything that ``Plan.recompute`` can be: each block kept, or recomputed alone, in a group or in part."""
     blocks = [slot for slot in profile.slots if slot.name is not None]
-    counts = {slot.name: sum(other.name == slot.name for other in blocks) for slot in blocks}
-    first_calls = [slot for position, slot in enumerate(blocks) if slot.name not in [b.name for b in blocks[:position]]]
-    choices: list[tuple[tuple[str, ...], ...]] = [()]
-    grown = {(): None}
-    for slot in first_calls:
+    calls = {slot.name: [other for other in blocks if other.name == slot.name] for slot in blocks}
+    grown: list[tuple[tuple[str, ...], ...]] = [()]
+    for name, (first, *others) in calls.items():
+        part_names = [part.names for part in first.parts]
+        names = [found for found in part_names if all(found in [p.names for p in other.parts] for other in others)]
+        before = blocks[blocks.index(first) - 1].name
+        can_join = first.follows and not others and len(calls[before]) == 1
         following: dict[tuple, None] = {}
         for choice in grown:
             following[choice] = None
-            if not all(other.may_recompute for other in blocks if other.name == slot.name):
-                continue
-            following[(*choice, (slot.name,))] = None
-            before = blocks[blocks.index(slot) - 1].name
-            if slot.follows and counts[slot.name] == 1 and counts[before] == 1 and choice and choice[-1][-1] == before:
-                following[(*choice[:-1], (*choice[-1], slot.name))] = None
-        grown = following
-    choices = list(grown)
-    return [tuple(group[0] if len(group) == 1 else group for group in choice) for choice in choices]
+            following |= {(*choice, ("part of", *found)): None for found in names}
+            if all(other.may_recompute for other in (first, *others)):
+                following[(*choice, (name,))] = None
+                if can_join and choice and choice[-1][-1] == before:
+                    following[(*choice[:-1], (*choice[-1], name))] = None
+        grown = list(following)
+    return [tuple(entry for group in choice for entry in _entries(group)) for choice in grown]
+
+
+def _entries(group: tuple[str, ...]) -> list:
+    if group[0] == "part of":
+        return list(group[1:])
+    return [group[0] if len(group) == 1 else group]

@@ -10,11 +10,11 @@ import pytest
 
 import bigbatch as bb
 from bigbatch.batch.sizes import micro_batch_sizes
-from bigbatch.planning.costs import Line, MemoryProfile, Slot
+from bigbatch.planning.costs import Line, MemoryProfile, Part, Slot
 from bigbatch.planning.explanation import Explanation, explain
 from bigbatch.planning.search import frontier, search
 from bigbatch.planning.simulate import peak_bytes, step_seconds
-from tests.planning.profiles import every_choice, random_profile, reference_peak
+from tests.planning.profiles import every_choice, random_profile, reference_peak, with_parts
 
 BLOCKS = 4
 RESIDENT = 4000 + 8000 + 100 + 50 + 10
@@ -108,6 +108,21 @@ def test_figures_add_up_to_an_independent_count(seed):
         assert sum(lever.saved_bytes for lever in found.levers) == found.direct_bytes - found.peak_bytes
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_figures_with_parts_add_up_to_an_independent_count(seed):
+    profile = with_parts(random_profile(seed, num_blocks=4), seed)
+    choices = every_choice(profile)
+    for recompute in choices[:: max(1, len(choices) // 9)]:
+        sizes = micro_batch_sizes(7, 3, profile.smallest_micro_batch)
+        found = explained(bb.Plan(3, recompute=recompute), profile=profile, batch_size=7)
+        added = step_seconds(profile, sizes, recompute) - step_seconds(profile, sizes)
+
+        assert sum(found.kinds.values()) == found.peak_bytes == reference_peak(profile, sizes, recompute)
+        assert min(found.kinds.values()) >= 0
+        assert sum(block.recompute_seconds for block in found.blocks) == pytest.approx(added)
+        assert {name for block in found.blocks for name in block.parts} <= set(recompute)
+
+
 def test_the_peak_by_hand():
     """Micro-batches of 2: in the backward of the last block all four hold 120 a sample, and gradients are there."""
     found = explained(bb.Plan(2))
@@ -157,6 +172,23 @@ def test_blocks_hold_what_they_save_and_recomputed_ones_their_inputs():
         "": (0, 0, False),
     }
     assert [block.kind for block in found.blocks] == ["Block"] * 4 + [""]
+
+
+def test_a_block_of_which_a_part_is_recomputed_holds_the_rest():
+    """By hand: each block saves 20 and 100 a sample, and 16 of the 100 are all that is held beside the input."""
+    profile = make_profile()
+    storages = (*profile.storages, Line(0, 16))
+    slots = list(profile.slots)
+    slots[2] = dataclasses.replace(slots[2], parts=(Part(("blocks.1.mlp",), (2, 8), Line(0, 0.002)),))
+    profile = dataclasses.replace(profile, storages=storages, slots=tuple(slots))
+    found = explained(bb.Plan(2, recompute=("blocks.1.mlp",)), profile=profile)
+    block = next(block for block in found.blocks if block.name == "blocks.1")
+
+    assert (block.saved_bytes, block.held_bytes) == (240, 72)
+    assert (block.recomputed, block.parts) == (True, ("blocks.1.mlp",))
+    assert block.recompute_seconds == pytest.approx(8 * 0.002)
+    assert [other.name for other in found.blocks if other.recomputed] == ["blocks.1"]
+    assert found.levers[-1].saved_bytes == 240 - 72
 
 
 @pytest.mark.parametrize(

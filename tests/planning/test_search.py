@@ -14,6 +14,7 @@ import pytest
 import bigbatch as bb
 from bigbatch.batch.sizes import micro_batch_sizes, part_sizes
 from bigbatch.planning.costs import Line, MemoryProfile
+from bigbatch.planning.naming import segments_of
 from bigbatch.planning.search import frontier, search
 from bigbatch.planning.simulate import Simulation, peak_bytes, step_seconds
 from tests.planning.profiles import equal_blocks, every_choice, random_profile, unet
@@ -38,7 +39,7 @@ def exhaustive(profile: MemoryProfile, batch_size: int) -> list[Option]:
         sizes = micro_batch_sizes(batch_size, size, smallest)
         simulation = Simulation(profile, sizes)
         for recompute in choices:
-            segments = simulation.chain.segments_of(recompute)
+            segments = segments_of(simulation.chain, recompute)
             needed = simulation.peak_of(segments) + simulation.workspace_bytes
             options.append(Option(needed, simulation.step_seconds_of(segments), size, recompute))
     return options
@@ -129,7 +130,7 @@ def test_saved_bytes_without_positions_break_the_budget():
     simulation = Simulation(profile, sizes)
     choices = [choice for choice in every_choice(profile) if all(isinstance(entry, str) for entry in choice)]
     direct = simulation.peak_of(())
-    peaks = {choice: simulation.peak_of(simulation.chain.segments_of(choice)) for choice in choices}
+    peaks = {choice: simulation.peak_of(segments_of(simulation.chain, choice)) for choice in choices}
     own = {slot.name: sum(profile.storages[s].at(4) for s in slot.saved) for slot in profile.slots if slot.name}
     over = 0
     for step in range(20):

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from bigbatch.errors import OptionError
 from bigbatch.planning.costs import MemoryProfile, Slot
-from bigbatch.units import format_names
 
-Segment = tuple[int, int]
-"""First and last slot of what is recomputed as one; the same slot twice for a block alone."""
+WHOLE = -1
 
 MAX_GROUP = 32
 """Members of a group that a search forms. The best groups of n equal blocks have about sqrt(n); this keeps its time
 linear in the depth of a model."""
+
+
+class Segment(NamedTuple):
+    """What is recomputed as one: a block, a group of neighbours, or a part of a block.
+
+    Attributes:
+        first: Its first slot.
+        last: Its last slot; the first one for a block alone.
+        part: Which of ``Slot.parts`` of that slot; ``WHOLE`` when the rest of it is recomputed too.
+    """
+
+    first: int
+    last: int
+    part: int = WHOLE
 
 
 class Chain:
@@ -21,29 +33,33 @@ class Chain:
 
     Walking along the slots, all that later slots need to know of earlier ones is how many bytes are held, and which of
     the storages that later slots save too: these have a bit each, so that a set of them is one number, the *key*.
-    Modules that are called several times have a bit too: it says that the first call is recomputed.
+    Modules that are called several times have bits too, one for each way to recompute them: it says that the first
+    call is recomputed so.
 
     Attributes:
         slots: Of the profile.
         saved_own: By slot, storages that it saves and no other slot names.
         inputs_own: By slot, such storages of its arguments.
         again_own: By slot, of the saved ones those that are no arguments.
+        parts_own: By slot and part, such storages that are held when the part is recomputed.
+        parts_again_own: By slot and part, of the saved ones those that are not held then.
         saved_bits: By slot, the shared storages that it saves.
         inputs_bits: By slot, the shared storages of its arguments.
+        parts_bits: By slot and part, the shared storages that are held when the part is recomputed.
         alive_bits: By slot, the bits that it or a later slot asks for.
-        repeat_bit: By slot, the bit of a module with several slots; 0 for others.
+        repeat_bits: By slot, the bits of a module with several slots, by part; empty for others.
         storage_of: Shared storage of each bit.
         ends: By slot, where a segment that begins with it may end; empty when it may not be recomputed.
+        choices: By slot, the segments that may begin with it: whole blocks to each of the ends, then parts.
     """
 
     def __init__(self, profile: MemoryProfile):
         self.slots: Sequence[Slot] = profile.slots
-        users: dict[int, int] = {}
-        for slot in self.slots:
-            for storage in {*slot.saved, *slot.inputs}:
-                users[storage] = users.get(storage, 0) + 1
-        shared = [storage for storage, count in users.items() if count > 1]
-        bits = {storage: 1 << position for position, storage in enumerate(shared)}
+        self.calls: dict[str, list[int]] = {}
+        for position, slot in enumerate(self.slots):
+            if slot.name is not None:
+                self.calls.setdefault(slot.name, []).append(position)
+        bits = self._bits_of_shared()
         self.storage_of = dict(zip(bits.values(), bits, strict=True))
 
         def own(storages: Iterable[int]) -> tuple[int, ...]:
@@ -52,29 +68,66 @@ class Chain:
         def of(storages: Iterable[int]) -> int:
             return sum(bits[storage] for storage in set(storages) if storage in bits)
 
-        self.saved_own = [own(slot.saved) for slot in self.slots]
-        self.inputs_own = [own(slot.inputs) for slot in self.slots]
-        self.again_own = [own(s for s in slot.saved if s not in slot.inputs) for slot in self.slots]
-        self.saved_bits = [of(slot.saved) for slot in self.slots]
-        self.inputs_bits = [of(slot.inputs) for slot in self.slots]
-        self.calls: dict[str, list[int]] = {}
-        for position, slot in enumerate(self.slots):
-            if slot.name is not None:
-                self.calls.setdefault(slot.name, []).append(position)
-        self.repeat_bit = self._repeat_bits(first=len(shared))
+        slots = self.slots
+        self.saved_own = [own(slot.saved) for slot in slots]
+        self.inputs_own = [own(slot.inputs) for slot in slots]
+        self.again_own = [own(s for s in slot.saved if s not in slot.inputs) for slot in slots]
+        self.parts_own = [[own(part.saved) for part in slot.parts] for slot in slots]
+        self.parts_again_own = [
+            [own(s for s in slot.saved if s not in part.saved) for part in slot.parts] for slot in slots
+        ]
+        self.saved_bits = [of(slot.saved) for slot in slots]
+        self.inputs_bits = [of(slot.inputs) for slot in slots]
+        self.parts_bits = [[of(part.saved) for part in slot.parts] for slot in slots]
+        self.ends = [self._ends_from(position) for position in range(len(slots))]
+        self.choices = self._choices()
+        self.repeat_bits = self._repeat_bits(first=len(bits))
         self.alive_bits = self._alive_bits()
-        self.ends = [self._ends_from(position) for position in range(len(self.slots))]
 
-    def _repeat_bits(self, first: int) -> list[int]:
-        repeated = [name for name, calls in self.calls.items() if len(calls) > 1]
-        bits = {name: 1 << (first + position) for position, name in enumerate(repeated)}
-        return [bits.get(slot.name or "", 0) for slot in self.slots]
+    def _bits_of_shared(self) -> dict[int, int]:
+        users: dict[int, int] = {}
+        for slot in self.slots:
+            for storage in {*slot.saved, *slot.inputs, *(held for part in slot.parts for held in part.saved)}:
+                users[storage] = users.get(storage, 0) + 1
+        shared = [storage for storage, count in users.items() if count > 1]
+        return {storage: 1 << position for position, storage in enumerate(shared)}
+
+    def _choices(self) -> list[tuple[Segment, ...]]:
+        owners: dict[str, set[str | None]] = {name: {None} for name in self.calls}
+        for slot in self.slots:
+            for name in {name for part in slot.parts for name in part.names}:
+                owners.setdefault(name, set()).add(slot.name)
+        # A module that is in several blocks is recomputed in all of them or in none: such a part is not offered.
+        alone = {name for name, found in owners.items() if len(found) == 1}
+        names = [{frozenset(part.names) for part in slot.parts if alone.issuperset(part.names)} for slot in self.slots]
+        found = []
+        for position, ends in enumerate(self.ends):
+            slot = self.slots[position]
+            in_all = set[frozenset[str]]()
+            if slot.name is not None:
+                in_all = set.intersection(*(names[call] for call in self.calls[slot.name]))
+            parts = [index for index, part in enumerate(slot.parts) if frozenset(part.names) in in_all]
+            whole = [Segment(position, end) for end in ends]
+            found.append((*whole, *(Segment(position, position, part) for part in parts)))
+        return found
+
+    def _repeat_bits(self, first: int) -> list[dict[int, int]]:
+        bits: dict[tuple[str, frozenset[str]], int] = {}
+        found = []
+        for position, slot in enumerate(self.slots):
+            own: dict[int, int] = {}
+            for segment in self.choices[position] if slot.name and len(self.calls[slot.name]) > 1 else ():
+                part = frozenset() if segment.part == WHOLE else frozenset(slot.parts[segment.part].names)
+                own[segment.part] = bits.setdefault((slot.name or "", part), 1 << (first + len(bits)))
+            found.append(own)
+        return found
 
     def _alive_bits(self) -> list[int]:
         alive = [0] * (len(self.slots) + 1)
         for position in reversed(range(len(self.slots))):
-            asked = self.saved_bits[position] | self.inputs_bits[position] | self.repeat_bit[position]
-            alive[position] = alive[position + 1] | asked
+            alive[position] = alive[position + 1] | self.saved_bits[position] | self.inputs_bits[position]
+            for bits in (*self.parts_bits[position], *self.repeat_bits[position].values()):
+                alive[position] |= bits
         return alive
 
     def _ends_from(self, start: int) -> tuple[int, ...]:
@@ -82,11 +135,14 @@ class Chain:
             return ()
         ends = [start]
         # A module with several calls is not put into a group: its neighbours would have to be the same in all of them.
-        following = None if self.repeat_bit[start] else self._following(start)
+        following = None if self._is_repeated(start) else self._following(start)
         while following is not None and len(ends) < MAX_GROUP:
             ends.append(following)
             following = self._following(following)
         return tuple(ends)
+
+    def _is_repeated(self, position: int) -> bool:
+        return len(self.calls[self.slots[position].name or ""]) > 1
 
     def may_recompute(self, position: int) -> bool:
         """Whether the slot is a block of which all calls may be recomputed."""
@@ -98,7 +154,7 @@ class Chain:
         for after in range(position + 1, len(self.slots)):
             slot = self.slots[after]
             if slot.name is not None:
-                joins = slot.follows and self.may_recompute(after) and not self.repeat_bit[after]
+                joins = slot.follows and self.may_recompute(after) and not self._is_repeated(after)
                 return after if joins else None
             if slot.saved:
                 return None
@@ -106,52 +162,22 @@ class Chain:
 
     def every_block(self) -> tuple[Segment, ...]:
         """Each block that may be recomputed, alone."""
-        return tuple((position, position) for position, ends in enumerate(self.ends) if ends)
+        return tuple(Segment(position, position) for position, ends in enumerate(self.ends) if ends)
 
-    def entries_of(self, segments: Iterable[Segment]) -> list[list[Segment]]:
-        """Segments that stand and fall together: those of all calls of a module."""
-        entries: dict[str | tuple[str, ...], list[Segment]] = {}
-        for segment in segments:
-            entries.setdefault(self.names_of([segment])[0], []).append(segment)
-        return list(entries.values())
+    def held_bits(self, segment: Segment) -> int:
+        """The shared storages that are held when this is recomputed."""
+        first, _, part = segment
+        return self.inputs_bits[first] if part == WHOLE else self.parts_bits[first][part]
 
-    def names_of(self, segments: Iterable[Segment]) -> tuple[str | tuple[str, ...], ...]:
-        """Segments as ``Plan.recompute`` has them."""
-        entries: dict[str | tuple[str, ...], None] = {}
-        for first, last in sorted(segments):
-            names = tuple(slot.name for slot in self.slots[first : last + 1] if slot.name is not None)
-            entries[names[0] if len(names) == 1 else names] = None
-        return tuple(entries)
+    def is_open(self, segment: Segment, key: int) -> bool:
+        """Whether the first call of the module was recomputed as this one would be."""
+        bit = self.repeat_bits[segment.first].get(segment.part)
+        return bit is None or bool(key & bit) or self.calls[self.slots[segment.first].name or ""][0] == segment.first
 
-    def segments_of(self, recompute: Sequence[str | tuple[str, ...]]) -> tuple[Segment, ...]:
-        """The segments that entries of ``Plan.recompute`` stand for.
+    def after(self, segment: Segment) -> int:
+        """The bits that this adds to the key: shared storages, and how the first call of a module is recomputed."""
+        return self.held_bits(segment) | self.repeat_bits[segment.first].get(segment.part, 0)
 
-        Raises:
-            OptionError: A name is no block, stands twice, or a group is not of neighbours.
-        """
-        entries = [[entry] if isinstance(entry, str) else list(entry) for entry in recompute]
-        names = [name for entry in entries for name in entry]
-        if strangers := [name for name in names if name not in self.calls]:
-            raise OptionError(
-                f"recompute names {format_names(strangers)}, which the profile has no block for. "
-                f"Its blocks are {format_names(list(self.calls), most=8)}."
-            )
-        if not all(entries):
-            raise OptionError("recompute has an empty group. Name the modules of each group.")
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise OptionError(f"recompute names {format_names(twice)} twice. Name each module once.")
-        return tuple(sorted(segment for entry in entries for segment in self._segments_of_entry(entry)))
-
-    def _segments_of_entry(self, entry: list[str]) -> list[Segment]:
-        blocks = [position for position, slot in enumerate(self.slots) if slot.name is not None]
-        segments = []
-        for call in self.calls[entry[0]]:
-            start = blocks.index(call)
-            members = blocks[start : start + len(entry)]
-            if [self.slots[member].name for member in members] != entry:
-                raise OptionError(
-                    f"recompute has the group {tuple(entry)}, but these are no neighbours in the order they run. "
-                    f"Name neighbours in their order, or each of them alone."
-                )
-            segments.append((members[0], members[-1]))
-        return segments
+    def must_recompute(self, slot: int, key: int) -> bool:
+        """Whether the first call of the module was recomputed, so that this one is not kept."""
+        return any(key & bit for bit in self.repeat_bits[slot].values())

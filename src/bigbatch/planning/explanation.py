@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from bigbatch.batch.sizes import micro_batch_sizes
-from bigbatch.planning.chain import Segment
+from bigbatch.planning.chain import WHOLE, Segment
 from bigbatch.planning.costs import MemoryProfile, Slot
+from bigbatch.planning.naming import segments_of
 from bigbatch.planning.search import frontier
-from bigbatch.planning.simulate import Move, Phase, Simulation
+from bigbatch.planning.simulate import Phase, Simulation
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 
@@ -26,8 +27,9 @@ class Block:
         kind: Its class.
         saved_bytes: What it holds when nothing is recomputed; what blocks share is counted at the first of them.
         held_bytes: What it holds under the plan. A group holds its inputs at its first block.
-        recomputed: Whether the plan recomputes it.
+        recomputed: Whether the plan recomputes it, or modules inside of it.
         recompute_seconds: What that adds to a step.
+        parts: The modules inside of it that the plan recomputes; empty where it is kept or recomputed as a whole.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Block:
     held_bytes: int
     recomputed: bool
     recompute_seconds: float
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def explain(
     """
     sizes = micro_batch_sizes(batch_size, plan.micro_batch_size, profile.smallest_micro_batch)
     direct, simulation = Simulation(profile, [batch_size]), Simulation(profile, sizes)
-    segments = simulation.chain.segments_of(plan.recompute)
+    segments = segments_of(simulation.chain, plan.recompute)
     moment = _highest(profile, simulation, segments)
     kinds = _kinds(profile, simulation, moment)
     limit, limit_text = _limit(profile, moment, kinds)
@@ -145,7 +148,7 @@ def explain(
 class _Moment(NamedTuple):
     """What is alive beyond what is resident, at a moment that may be the peak. ``slots`` is None in the update."""
 
-    slots: Segment | None
+    slots: tuple[int, int] | None
     saved: int
     gradients: int
     work: int
@@ -161,26 +164,14 @@ def _highest(profile: MemoryProfile, simulation: Simulation, segments: Sequence[
     found = [_Moment(None, 0, gradients, profile.update_bytes)]
     first, later = simulation.sizes[0], max(simulation.sizes[1:], default=0)
     phase = Phase(profile, simulation.chain, first, is_first=True, is_later=False)
-    for slots, held, move in _walk(phase, segments):
-        born = _gradients_so_far(profile, profile.slots[slots[1]], first, move.need - move.gain)
-        found.append(_Moment(slots, held + move.gain, born, move.need - move.gain - born))
+    for slot, held, move in phase.walk(segments):
+        born = _gradients_so_far(profile, profile.slots[move.last], first, move.need - move.gain)
+        found.append(_Moment((slot, move.last), held + move.gain, born, move.need - move.gain - born))
     if later:
         phase = Phase(profile, simulation.chain, later, is_first=False, is_later=True)
-        for slots, held, move in _walk(phase, segments):
-            found.append(_Moment(slots, held + move.gain, gradients, move.need - move.gain - gradients))
+        for slot, held, move in phase.walk(segments):
+            found.append(_Moment((slot, move.last), held + move.gain, gradients, move.need - move.gain - gradients))
     return max(found, key=lambda moment: moment.total)
-
-
-def _walk(phase: Phase, segments: Sequence[Segment]) -> Iterator[tuple[Segment, int, Move]]:
-    """Along the slots: each slot or segment, the bytes held before it, and what it needs and holds."""
-    last_of, held, key, slot = dict(segments), 0, 0, 0
-    while slot < len(phase.chain.slots):
-        if slot in last_of:
-            (move,), bits = phase.segments(slot, key, (last_of[slot],)), phase.chain.inputs_bits[slot]
-        else:
-            move, bits = phase.keep(slot, key), phase.chain.saved_bits[slot]
-        yield (slot, move.last), held, move
-        held, key, slot = held + move.gain, key | bits, move.last + 1
 
 
 def _gradients_so_far(profile: MemoryProfile, slot: Slot, num_samples: int, most: int) -> int:
@@ -240,9 +231,10 @@ def _place(profile: MemoryProfile, moment: _Moment) -> str:
 
 def _blocks(profile: MemoryProfile, simulation: Simulation, segments: Sequence[Segment]) -> tuple[Block, ...]:
     phase = Phase(profile, simulation.chain, max(simulation.sizes), is_first=True, is_later=False)
-    saved = {slots[0]: move.gain for slots, _, move in _walk(phase, ())}
-    held = {slots[0]: move.gain for slots, _, move in _walk(phase, segments)}
+    saved = {slot: move.gain for slot, _, move in phase.walk(())}
+    held = {slot: move.gain for slot, _, move in phase.walk(segments)}
     seconds = dict(_seconds_by_slot(simulation, segments))
+    parts = {first: profile.slots[first].parts[part].names for first, _, part in segments if part != WHOLE}
     found: dict[str, Block] = {}
     for position, slot in enumerate(profile.slots):
         name = slot.name or ""
@@ -254,6 +246,7 @@ def _blocks(profile: MemoryProfile, simulation: Simulation, segments: Sequence[S
             before.held_bytes + held.get(position, 0),
             recomputed=before.recomputed or (position in seconds and slot.name is not None),
             recompute_seconds=before.recompute_seconds + seconds.get(position, 0.0),
+            parts=parts.get(position, ()),
         )
     between = found.pop("", None)
     return (*found.values(), *([between] if between else []))
@@ -261,10 +254,10 @@ def _blocks(profile: MemoryProfile, simulation: Simulation, segments: Sequence[S
 
 def _seconds_by_slot(simulation: Simulation, segments: Sequence[Segment]) -> Iterator[tuple[int, float]]:
     """What each slot of a segment adds to a step: the last one stops at its last save, those before it run through."""
-    for first, last in segments:
+    for first, last, part in segments:
         for slot in range(first, last):
             yield slot, simulation.seconds_of(slot, last) - simulation.seconds_of(slot + 1, last)
-        yield last, simulation.seconds_of(last, last)
+        yield last, simulation.seconds_of(last, last, part)
 
 
 def _levers(

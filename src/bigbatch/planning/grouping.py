@@ -10,12 +10,13 @@ with many skip connections.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
-from bigbatch.planning.chain import Segment
+from bigbatch.planning.chain import WHOLE, Segment
 from bigbatch.planning.fronts import Front, State, count_up_to, spread, undominated, undominated_in_both
-from bigbatch.planning.simulate import Simulation
+from bigbatch.planning.naming import entries_of
+from bigbatch.planning.simulate import Move, Simulation
 
 WORK = 800_000
 """States times moves that a walk may look at. Chains of up to twelve blocks hardly ever need so many."""
@@ -26,6 +27,7 @@ QUICK_WORK = WORK // 8
 _WIDTHS = (16, 4096)
 _NARROW = 8
 _BETTER = 1 - 1e-9
+_NOTHING = Move(0, 0, 0)
 
 
 def cheapest(
@@ -73,12 +75,12 @@ def leanest(simulation: Simulation, most_bytes: float = math.inf) -> tuple[Segme
 
 def _width(simulation: Simulation, work: int) -> int:
     least, most = _WIDTHS
-    return min(most, max(least, work // sum(1 + len(ends) for ends in simulation.chain.ends)))
+    return min(most, max(least, work // sum(1 + len(choices) for choices in simulation.chain.choices)))
 
 
 def _without_useless(simulation: Simulation, segments: tuple[Segment, ...], most_bytes: float) -> tuple[Segment, ...]:
     """The segments without those that the bytes do not need: a thinned walk may have lost the states without them."""
-    entries = sorted(simulation.chain.entries_of(segments), key=lambda entry: -_added(simulation, entry))
+    entries = sorted(entries_of(simulation.chain, segments), key=lambda entry: -_added(simulation, entry))
     for entry in entries:
         rest = tuple(segment for segment in segments if segment not in entry)
         if simulation.peak_of(rest) <= most_bytes:
@@ -107,18 +109,25 @@ class _Walk:
 
         Only storages of one slot count, so that both are bounds: recompute of a block frees these at most.
         """
-        ends, saved = self.chain.ends, self.first.saved_own
-        seconds_of, whole_seconds_of = self.simulation.seconds_of, self.simulation.whole_seconds_of
-        count = len(ends)
+        saved, count = self.first.saved_own, len(self.chain.slots)
         too_many, price = [0.0] * (count + 1), [math.inf] * (count + 1)
         too_many[count] = (self.first.backward[-1] if count else 0) - self.room
         for slot in reversed(range(count)):
             own = saved[slot]
             too_many[slot], price[slot] = too_many[slot + 1] + own, price[slot + 1]
-            if ends[slot] and own:
-                # Before the last member of a group it costs a whole forward, as the last one that up to its last save.
-                price[slot] = min(price[slot], min(seconds_of(slot, slot), whole_seconds_of(slot)) / own)
+            for seconds, freed in self._ways_to_free(slot):
+                price[slot] = min(price[slot], seconds / freed)
         return too_many, price
+
+    def _ways_to_free(self, slot: int) -> Iterator[tuple[float, int]]:
+        """Of each way to recompute a slot the least that it costs, and the bytes that it does not hold."""
+        own, simulation = self.first.saved_own[slot], self.simulation
+        if self.chain.ends[slot] and own:
+            # Before the last member of a group it costs a whole forward, as the last one that up to its last save.
+            yield min(simulation.seconds_of(slot, slot), simulation.whole_seconds_of(slot)), own
+        for segment in self.chain.choices[slot]:
+            if segment.part != WHOLE and (freed := own - self.first.parts_own[slot][segment.part]) > 0:
+                yield simulation.seconds_of(*segment), freed
 
     def run(self) -> tuple[Segment, ...] | None:
         """The segments of the best state at the end."""
@@ -140,7 +149,7 @@ class _Walk:
         return tuple(reversed(segments))
 
     def _keep(self, slot: int, key: int, states: list[State]) -> None:
-        if key & self.chain.repeat_bit[slot]:
+        if self.chain.must_recompute(slot, key):
             return
         need, gain = self.first.moves(slot, key)[0][1:]
         other_need, other_gain = self.second.moves(slot, key)[0][1:] if self.second else (0, 0)
@@ -156,21 +165,23 @@ class _Walk:
         )
 
     def _recompute(self, slot: int, key: int, states: list[State]) -> None:
-        if not self.chain.ends[slot] or self._was_kept(slot, key):
+        choices = self.chain.choices[slot]
+        if not choices:
             return
         moves = self.first.moves(slot, key)[1]
-        others = self.second.moves(slot, key)[1] if self.second else [(0, 0, 0)] * len(moves)
-        after = key | self.chain.inputs_bits[slot] | self.chain.repeat_bit[slot]
+        others = self.second.moves(slot, key)[1] if self.second else [_NOTHING] * len(moves)
         promising = self._promising(slot, states)
-        for (last, need, gain), (_, other_need, other_gain) in zip(moves, others, strict=True):
-            cost = self.simulation.seconds_of(slot, last) if self.times_count else 0.0
-            count, most, room = count_up_to(states, self.room - need), self.bound - cost, self.room - other_need
+        for segment, (last, need, gain), other in zip(choices, moves, others, strict=True):
+            cost = self.simulation.seconds_of(*segment) if self.times_count else 0.0
+            count, most, room = count_up_to(states, self.room - need), self.bound - cost, self.room - other.need
             if not count or states[count - 1][2] > most or not promising(last, gain, cost):
                 continue
-            segment = slot, last
+            if not self.chain.is_open(segment, key):
+                continue
+            other_gain = other.gain
             self._arrive(
                 last + 1,
-                after,
+                key | self.chain.after(segment),
                 [
                     (held + gain, other + other_gain, seconds + cost, (segment, link))
                     for held, other, seconds, link in states[:count]
@@ -185,12 +196,6 @@ class _Walk:
             return lambda last, gain, cost: True
         least, bound, to_drop = min(state[2] + state[0] * price for state in states), self.bound, self.to_drop
         return lambda last, gain, cost: least + cost + (gain + to_drop[last + 1]) * price <= bound
-
-    def _was_kept(self, slot: int, key: int) -> bool:
-        """Whether this is a later call of a module whose first call is kept."""
-        bit = self.chain.repeat_bit[slot]
-        is_first_call = self.chain.calls[self.chain.slots[slot].name or ""][0] == slot
-        return bit != 0 and not is_first_call and not key & bit
 
     def _arrive(self, slot: int, key: int, states: list[State]) -> None:
         if states:

@@ -11,6 +11,7 @@ import math
 
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.planning.costs import MemoryProfile
+from bigbatch.planning.naming import names_of
 from bigbatch.planning.space import Choice, Recompute, Space
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan, check_positive
@@ -120,7 +121,7 @@ def _budget_for(needed_bytes: int, margin: float) -> int:
 
 def _nothing_fits(space: Space, choice: Choice, budget_bytes: int, margin: float) -> BudgetError:
     smallest_bytes = _budget_for(choice.needed_bytes, margin)
-    entries = space.chain.names_of(choice.segments)
+    entries = names_of(space.chain, choice.segments)
     num_blocks = sum(1 if isinstance(entry, str) else len(entry) for entry in entries)
     modules = f"{num_blocks} module{'s' if num_blocks != 1 else ''}"
     kept_free = f", with {margin:.0%} of it kept free" if margin else ""

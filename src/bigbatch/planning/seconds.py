@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from bigbatch.planning.costs import MemoryProfile
+from bigbatch.planning.costs import Line, MemoryProfile, Part, Slot
 
 _SECONDS_PER_BYTE = 1e-13
 """No recompute is faster than writing what it saves at 10 TB/s. So one that is of no use always costs something."""
@@ -51,8 +51,26 @@ def recompute_seconds(profile: MemoryProfile, sizes: Sequence[int]) -> tuple[lis
     forward, again = [0.0] * len(profile.slots), [0.0] * len(profile.slots)
     for size, count in Counter(sizes).items():
         for position, slot in enumerate(profile.slots):
-            saved = sum(max(0.0, profile.storages[storage].at(size)) for storage in slot.saved)
+            saved = _bytes_of([profile.storages[storage] for storage in slot.saved], size)
             least = _SECONDS_PER_BYTE * (1 + saved) if slot.name is not None else 0.0
             forward[position] += count * max(least, slot.forward_seconds.at(size))
             again[position] += count * max(least, slot.recompute_seconds.at(size))
     return forward, again
+
+
+def part_seconds(profile: MemoryProfile, sizes: Sequence[int]) -> list[list[float]]:
+    """By slot, the seconds that recomputing each of its parts adds to a step."""
+    counted = Counter(sizes).items()
+
+    def seconds_of(slot: Slot, part: Part) -> float:
+        freed = [profile.storages[storage] for storage in slot.saved if storage not in part.saved]
+        return sum(
+            count * max(_SECONDS_PER_BYTE * (1 + _bytes_of(freed, size)), part.recompute_seconds.at(size))
+            for size, count in counted
+        )
+
+    return [[seconds_of(slot, part) for part in slot.parts] for slot in profile.slots]
+
+
+def _bytes_of(storages: Iterable[Line], num_samples: int) -> float:
+    return sum(max(0.0, storage.at(num_samples)) for storage in storages)

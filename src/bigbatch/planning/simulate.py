@@ -13,12 +13,13 @@ and why a sum of saved bytes is no bound on the peak.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bigbatch.planning.chain import Chain, Segment
+from bigbatch.planning.chain import WHOLE, Chain, Segment
 from bigbatch.planning.costs import Line, MemoryProfile
-from bigbatch.planning.seconds import recompute_seconds, seconds_without_recompute
+from bigbatch.planning.naming import segments_of
+from bigbatch.planning.seconds import part_seconds, recompute_seconds, seconds_without_recompute
 
 Entries = Sequence[str | tuple[str, ...]]
 """What is recomputed, as in ``Plan.recompute``."""
@@ -61,6 +62,8 @@ class Phase:
         self.saved_own = [self._sum(storages) for storages in chain.saved_own]
         self._inputs_own = [self._sum(storages) for storages in chain.inputs_own]
         self._again_own = [self._sum(storages) for storages in chain.again_own]
+        self.parts_own = [[self._sum(storages) for storages in parts] for parts in chain.parts_own]
+        self._parts_again_own = [[self._sum(storages) for storages in parts] for parts in chain.parts_again_own]
 
     def _sum(self, storages: Sequence[int]) -> int:
         return sum(self._storages[storage] for storage in storages)
@@ -77,22 +80,30 @@ class Phase:
         return found
 
     def moves(self, start: int, key: int) -> tuple[Move, list[Move]]:
-        """From this slot on: to keep it, and to recompute a segment that begins with it, by its ends.
+        """From this slot on: to keep it, and to recompute each of ``Chain.choices`` that begin with it.
 
         Args:
             key: The shared storages that are held before (see ``Chain``).
         """
         place = start, key
         if place not in self._moves:
-            self._moves[place] = self.keep(start, key), self.segments(start, key, self.chain.ends[start])
+            whole = self._segments(start, key, self.chain.ends[start])
+            parts = self.chain.choices[start][len(whole) :]
+            self._moves[place] = self.keep(start, key), whole + [self._part(start, key, part) for _, _, part in parts]
         return self._moves[place]
+
+    def move(self, segment: Segment, key: int) -> Move:
+        """To recompute this."""
+        if segment.part != WHOLE:
+            return self._part(segment.first, key, segment.part)
+        return self._segments(segment.first, key, (segment.last,))[0]
 
     def keep(self, slot: int, key: int) -> Move:
         """To recompute nothing of this slot."""
         gain = self.saved_own[slot] + self._shared(self.chain.saved_bits[slot] & ~key)
         return Move(slot, max(self._passes[slot], gain + self.backward[slot]), gain)
 
-    def segments(self, start: int, key: int, ends: Sequence[int]) -> list[Move]:
+    def _segments(self, start: int, key: int, ends: Sequence[int]) -> list[Move]:
         """To recompute from this slot to each of these ends, ascending."""
         if not ends:
             return []
@@ -115,18 +126,27 @@ class Phase:
             whole = max(whole, before + self._forward[slot])
         return moves
 
+    def _part(self, slot: int, key: int, part: int) -> Move:
+        """To recompute a part of this slot. In its backward all that it saves is there again, beside what was held."""
+        bits = self.chain.parts_bits[slot][part]
+        gain = self.parts_own[slot][part] + self._shared(bits & ~key)
+        again = self._parts_again_own[slot][part] + self._shared(self.chain.saved_bits[slot] & ~(key | bits))
+        return Move(slot, max(self._passes[slot], gain + again + self.backward[slot]), gain)
+
+    def walk(self, segments: Sequence[Segment]) -> Iterator[tuple[int, int, Move]]:
+        """Along the slots, with these segments recomputed: each first slot, the bytes held before it, and the move."""
+        segment_of = {segment.first: segment for segment in segments}
+        held, key, slot = 0, 0, 0
+        while slot < len(self.chain.slots):
+            segment = segment_of.get(slot)
+            move = self.keep(slot, key) if segment is None else self.move(segment, key)
+            yield slot, held, move
+            key |= self.chain.saved_bits[slot] if segment is None else self.chain.held_bits(segment)
+            held, slot = held + move.gain, move.last + 1
+
     def peak(self, segments: Sequence[Segment]) -> int:
         """The most bytes alive beyond what is resident, with these segments recomputed."""
-        chain, last_of = self.chain, dict(segments)
-        peak, held, key, slot = 0, 0, 0, 0
-        while slot < len(chain.slots):
-            last = last_of.get(slot)
-            if last is None:
-                move, bits = self.keep(slot, key), chain.saved_bits[slot]
-            else:
-                (move,), bits = self.segments(slot, key, (last,)), chain.inputs_bits[slot]
-            peak, held, key, slot = max(peak, held + move.need), held + move.gain, key | bits, move.last + 1
-        return peak
+        return max((held + move.need for _, held, move in self.walk(segments)), default=0)
 
 
 class Simulation:
@@ -157,9 +177,12 @@ class Simulation:
         self._seconds_before = [0.0]
         for seconds in forward:
             self._seconds_before.append(self._seconds_before[-1] + seconds)
+        self._part_seconds = part_seconds(profile, sizes)
 
-    def seconds_of(self, first: int, last: int) -> float:
-        """Seconds that recomputing these slots as one adds to a step."""
+    def seconds_of(self, first: int, last: int, part: int = WHOLE) -> float:
+        """Seconds that recomputing these slots as one, or a part of one, adds to a step."""
+        if part != WHOLE:
+            return self._part_seconds[first][part]
         return self._seconds_before[last] - self._seconds_before[first] + self._last_seconds[last]
 
     def whole_seconds_of(self, slot: int) -> float:
@@ -180,19 +203,19 @@ def peak_bytes(profile: MemoryProfile, sizes: Sequence[int], recompute: Entries 
 
     Args:
         sizes: Samples in each micro-batch, as ``batch.sizes.micro_batch_sizes`` cuts them.
-        recompute: Names of modules, and groups of neighbours, as in ``Plan.recompute``.
+        recompute: Names of blocks, of parts of blocks, and groups of neighbours, as in ``Plan.recompute``.
 
     Raises:
         OptionError: ``recompute`` names what the profile does not have.
     """
     simulation = Simulation(profile, sizes)
-    return simulation.peak_of(simulation.chain.segments_of(recompute))
+    return simulation.peak_of(segments_of(simulation.chain, recompute))
 
 
 def step_seconds(profile: MemoryProfile, sizes: Sequence[int], recompute: Entries = ()) -> float:
     """Seconds of a step; arguments and errors are those of ``peak_bytes``."""
     simulation = Simulation(profile, sizes)
-    return simulation.step_seconds_of(simulation.chain.segments_of(recompute))
+    return simulation.step_seconds_of(segments_of(simulation.chain, recompute))
 
 
 def _whole(line: Line, num_samples: int) -> int:

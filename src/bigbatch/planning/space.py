@@ -11,6 +11,7 @@ from bigbatch.errors import OptionError
 from bigbatch.planning.chain import Chain, Segment
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.grouping import QUICK_WORK, WORK, cheapest, leanest
+from bigbatch.planning.naming import names_of, segments_of
 from bigbatch.planning.seconds import seconds_without_recompute
 from bigbatch.planning.simulate import Simulation
 from bigbatch.values import Plan, check_positive
@@ -64,7 +65,7 @@ class Space:
             if recompute not in ("all", "none"):
                 raise OptionError(f'recompute={recompute!r}; it is "all", "none", or a tuple of names of modules.')
             return self.chain.every_block() if recompute == "all" else ()
-        return self.chain.segments_of(recompute)
+        return segments_of(self.chain, recompute)
 
     def simulation(self, size: int) -> Simulation:
         """The simulation of a cut, made once."""
@@ -78,7 +79,7 @@ class Space:
         return Plan(
             micro_batch_size=choice.micro_batch_size,
             accumulation_steps=len(simulation.sizes),
-            recompute=self.chain.names_of(choice.segments),
+            recompute=names_of(self.chain, choice.segments),
             peak_bytes=simulation.peak_of(choice.segments),
             step_seconds=choice.seconds,
             budget_bytes=budget_bytes,
