@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +25,34 @@ def fake_copy(value: Any, mode: FakeTensorMode) -> Any:
     """
     with _CopyAsFakes(mode):
         return copy.deepcopy(value)
+
+
+@contextlib.contextmanager
+def positions_count_up(packed: Collection[int]) -> Iterator[None]:
+    """Within the block, models of transformers take position ids that they made themselves for those of one sequence.
+
+    They look at the numbers to see whether several sequences are packed into one (``find_packed_sequence_indices``).
+    Fake tensors have none, and then a mask of all pairs of tokens is made in each layer, which a real step has not.
+
+    Args:
+        packed: Storages of position ids that may be packed, by ``_cdata``: those of the batch.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if masking is None or find is None:
+        yield
+        return
+
+    def find_packed(position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        if position_ids.untyped_storage()._cdata not in packed:
+            return None
+        return find(position_ids, *args, **kwargs)
+
+    masking.__dict__["find_packed_sequence_indices"] = find_packed
+    try:
+        yield
+    finally:
+        masking.__dict__["find_packed_sequence_indices"] = find
 
 
 class _CopyAsFakes(TorchFunctionMode):

@@ -18,7 +18,7 @@ from bigbatch.batch.resizing import micro_batch_of
 from bigbatch.batch.structure import is_array, leaves
 from bigbatch.errors import TraceError
 from bigbatch.memory.events import Event
-from bigbatch.memory.fakes import fake_copy
+from bigbatch.memory.fakes import fake_copy, positions_count_up
 from bigbatch.memory.naming import unwrapped
 from bigbatch.memory.recompute import apply
 from bigbatch.memory.trace import FakeRecorder, Price
@@ -116,12 +116,12 @@ class Shadow:
             micro_batches = [self._micro_batch(size) for size in sizes]
             given = [value for micro_batch in micro_batches for value in leaves(micro_batch) if is_array(value)]
             given = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
-            static = self._static | {tensor.untyped_storage()._cdata for tensor in given}
-            recorder = FakeRecorder(step.model, static, price, block_bytes=_BLOCK_BYTES[self.device])
+            of_batch = {tensor.untyped_storage()._cdata for tensor in given}
+            recorder = FakeRecorder(step.model, self._static | of_batch, price, block_bytes=_BLOCK_BYTES[self.device])
             recorder.track(step.model, *step.optimizers, step.options.ema, micro_batches)
             if gradients:
                 recorder.watch_gradients(step.named_parameters().values())
-            with self.mode, recorder, recorded(step, recorder, closely=closely):
+            with self.mode, recorder, positions_count_up(of_batch), recorded(step, recorder, closely=closely):
                 step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
                 if isinstance(step.options.ema, nn.Module):
                     step.update_average()
