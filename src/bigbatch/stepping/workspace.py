@@ -48,7 +48,7 @@ def workspace_of(
         traced: ``traced(size, plan)``: bytes of tensors at the peak of two micro-batches of this size, beyond what is
             alive before the first.
     """
-    if step.accumulator.device.type == "cpu" and torch._C._autograd._profiler_enabled():
+    if step.accumulator.device.type == "cpu" and torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
         return Line()
     found: list[tuple[int, float]] = []
     with put_back_afterwards(step), without_compiled_code(step.model):
