@@ -179,7 +179,7 @@ def test_curves_for_tensorboard_are_written_when_asked(train, tmp_path):
     [
         ("none", [], "tasks_of_mine.py has no 'none'; the tasks in it are task"),
         ("task", ["--memory-budget", "64 MMB"], "'64 MMB' is no amount of memory"),
-        ("task", ["--memory-budget", "2kB"], "No micro-batch fits in 1.95 KiB"),
+        ("task", ["--memory-budget", "2kB"], "No plan fits in 1.95 KiB"),
         ("task", ["--norm", "group"], "has no variant norm='group'"),
         ("task", ["--check", "3"], "A pre-flight of 3 steps tells nothing"),
         ("task", ["--device", "gpu"], "--device gpu is no device; it is cpu or cuda"),

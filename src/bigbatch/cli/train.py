@@ -31,9 +31,7 @@ class PrecisionName(StrEnum):
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or file.py:name of a task of your own.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in one optimizer step.")]
-MemoryBudget = Annotated[
-    str | None, typer.Option(help='Such as "64MiB". The fastest plan that fits is run.')
-]
+MemoryBudget = Annotated[str | None, typer.Option(help='Such as "64MiB". The fastest plan that fits is run.')]
 MicroBatchSize = Annotated[
     int | None, typer.Option(min=1, help="Samples in one forward-backward; with a budget, the only size that is tried.")
 ]

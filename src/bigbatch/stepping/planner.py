@@ -18,7 +18,7 @@ from bigbatch.batch.sizes import micro_batch_sizes
 from bigbatch.errors import BudgetError, OptionError, RecomputeError, TraceError
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.cards import Card, find_card
-from bigbatch.planning.costs import Line, MemoryProfile
+from bigbatch.planning.costs import NOTHING, Line, MemoryProfile
 from bigbatch.planning.search import MARGIN, Recompute, search
 from bigbatch.planning.simulate import Simulation
 from bigbatch.planning.timeline import Timeline, read_timeline
@@ -60,7 +60,7 @@ def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
         if not planner.fits_directly(budget_bytes):
             profile = planner.timed(planner.num_samples, budget_bytes)
         for _ in range(_MOST_ROUNDS):
-            plan = planner.plan(profile, planner.num_samples, target, micro_batch_size=step.wanted_micro_batch_size)
+            plan = _plan_to_be_tried(planner, profile, target)
             peak = _tried(step, batch, plan, budget_bytes)
             if peak <= budget_bytes:
                 return replace(plan, peak_bytes=int(peak), budget_bytes=budget_bytes)
@@ -71,6 +71,17 @@ def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
     if step.plan is not None and step.plan.recompute:
         apply(None, step.model)  # what an earlier plan put on, this one does not name
     return sizing.fit(step, batch, budget_bytes)
+
+
+def _plan_to_be_tried(planner: Planner, profile: MemoryProfile, budget_bytes: int) -> Plan:
+    """The plan with a margin or, where there is none, without: it will be measured."""
+    held = planner.step.wanted_micro_batch_size
+    try:
+        return planner.plan(profile, planner.num_samples, budget_bytes, micro_batch_size=held)
+    except BudgetError:
+        planner.margin = 0.0
+        profile = replace(profile, workspace=NOTHING)
+        return planner.plan(profile, planner.num_samples, budget_bytes, micro_batch_size=held)
 
 
 def _tried(step: Step, batch: Any, plan: Plan, budget_bytes: int) -> float:
@@ -92,12 +103,16 @@ class Planner:
         batch: An example of what the step gets; its samples are repeated where more are needed.
         device: "cpu" or "cuda": where it will run; None: where the model is.
         card: What the device can do, for models that cannot be timed.
+
+    Attributes:
+        margin: Share of the budget that plans leave free.
     """
 
     def __init__(self, step: Step, batch: Any, *, device: str | None = None, card: Card | None = None):
         sizing.check_can_be_cut(step, batch)
         self.step = step
         self.batch = batch
+        self.margin = MARGIN
         self.num_samples = num_samples_of(batch, step.options)
         here = step.accumulator.device.type
         self.device = device or ("cuda" if here == "cuda" or card and card.name != "cpu" else "cpu")
@@ -152,7 +167,7 @@ class Planner:
     def fits_directly(self, budget_bytes: int) -> bool:
         """Whether the whole batch is expected to fit at once, with nothing recomputed."""
         simulation = Simulation(self.traced, (self.num_samples,))
-        return simulation.peak_of(()) + simulation.workspace_bytes <= budget_bytes * (1 - MARGIN)
+        return simulation.peak_of(()) + simulation.workspace_bytes <= budget_bytes * (1 - self.margin)
 
     def timed(self, batch_size: int, budget_bytes: int | None) -> MemoryProfile:
         """The profile with the times of this device, where the model can run on it."""
@@ -252,6 +267,7 @@ class Planner:
                 profile,
                 batch_size=batch_size,
                 budget_bytes=target,
+                margin=self.margin,
                 micro_batch_size=micro_batch_size,
                 recompute=recompute,
             )
@@ -276,7 +292,7 @@ class Planner:
             except BudgetError:
                 break
             plan = self._traced(chosen, batch_size)
-            over = _needed_bytes(plan, profile) - budget_bytes
+            over = self._budget_for(plan, profile) - budget_bytes
             if over <= 0:
                 return self._faster(plan, chosen, profile, batch_size, budget_bytes, choose)
             target -= over
@@ -297,7 +313,7 @@ class Planner:
             return plan
         other = self._traced(choose(budget_bytes + spared), batch_size)
         is_faster = (other.step_seconds or 0) < (plan.step_seconds or 0)
-        return other if is_faster and _needed_bytes(other, profile) <= budget_bytes else plan
+        return other if is_faster and self._budget_for(other, profile) <= budget_bytes else plan
 
     def _leanest(
         self, profile: MemoryProfile, batch_size: int, budget_bytes: int, choose: Callable[[int], Plan]
@@ -312,14 +328,16 @@ class Planner:
         except BudgetError as error:
             chosen = choose(error.smallest_bytes or budget_bytes)
         plan = self._traced(chosen, batch_size)
-        smallest_bytes = _needed_bytes(plan, profile)
+        smallest_bytes = self._budget_for(plan, profile)
         if smallest_bytes <= budget_bytes:
             return plan
         num_modules = sum(1 if isinstance(entry, str) else len(entry) for entry in plan.recompute)
+        modules = f" with {num_modules} module{'s' if num_modules > 1 else ''} recomputed" if num_modules else ""
+        free = f", of which {self.margin:.0%} is kept free" if self.margin else ""
         raise BudgetError(
-            f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {plan.micro_batch_size} with "
-            f"{num_modules} modules recomputed need {format_bytes(smallest_bytes)}, of which {MARGIN:.0%} are kept "
-            f"free. Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}.",
+            f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {plan.micro_batch_size}{modules} need "
+            f"{format_bytes(smallest_bytes)}{free}. Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}, "
+            f"or see docs/planning.md for what else can give way.",
             smallest_bytes,
             budget_bytes,
         )
@@ -331,6 +349,11 @@ class Planner:
             if not plan.recompute:
                 raise
             raise _CannotRecomputeError(plan, error) from error
+
+    def _budget_for(self, plan: Plan, profile: MemoryProfile) -> int:
+        """The smallest budget for a plan."""
+        needed = (plan.peak_bytes or 0) + profile.workspace.at(plan.micro_batch_size)
+        return math.ceil(needed / (1 - self.margin))
 
     def _without(self, plan: Plan, profile: MemoryProfile) -> MemoryProfile:
         """The profile without what made the plan fail: its groups, or those of its modules that fail alone."""
@@ -367,11 +390,6 @@ class _CannotRecomputeError(Exception):
 def _first_and_later(sizes: list[int]) -> list[int]:
     """The first micro-batch, and the largest of the others: each of them is as that one."""
     return [sizes[0], *([max(sizes[1:])] if len(sizes) > 1 else [])]
-
-
-def _needed_bytes(plan: Plan, profile: MemoryProfile) -> int:
-    """The smallest budget for a plan."""
-    return math.ceil(((plan.peak_bytes or 0) + profile.workspace.at(plan.micro_batch_size)) / (1 - MARGIN))
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -130,11 +131,21 @@ def _listening(step: Step, listener: Callable[[int, int | None], None]) -> Itera
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep the profiler from printing that it begins and ends; it looks once, when it is first used."""
+    """Keep the profiler from printing that it begins, and that blocks go which it did not see come.
+
+    The first is asked of its environment, the second is written by C++ straight to the standard error of the process.
+    """
     name = "KINETO_LOG_LEVEL"
     before = os.environ.setdefault(name, "99")
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
     try:
         yield
     finally:
+        os.dup2(kept, 2)
+        os.close(kept)
         if before == "99":
             os.environ.pop(name, None)
