@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -66,6 +67,18 @@ def test_blocks_that_are_alike_share_a_row():
     assert len(blocks["blocks.0 to blocks.2 (3 together)"]) == 4, "class, bytes, bytes, seconds"
     assert len(blocks["blocks.3 to blocks.7 (5 together)"]) == 3, "nothing is added there"
     assert "between modules" in rows
+
+
+def test_parts_of_blocks_are_named():
+    found = planned(GROUPED)
+    blocks = tuple(
+        dataclasses.replace(block, parts=(f"{block.name}.norm", f"{block.name}.act")) if block.recomputed else block
+        for block in found.explanation.blocks
+    )
+    text = text_of(dataclasses.replace(found, explanation=dataclasses.replace(found.explanation, blocks=blocks)))
+
+    assert re.search(r"blocks.0 to blocks.2 \(3 together\) .* s, only norm, act\n", text)
+    assert "3 modules: blocks.0, blocks.1 to blocks.2 as one" in text, "not of 8: these are parts"
 
 
 def test_the_levers_lead_from_the_direct_batch_to_the_plan():

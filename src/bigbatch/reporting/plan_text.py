@@ -142,7 +142,9 @@ def _table(*columns: str, right: Sequence[int] = ()) -> Table:
 def _plan_table(found: Planned) -> Table:
     plan, explanation = found.plan, found.explanation
     sizes = micro_batch_sizes(found.batch_size, plan.micro_batch_size, found.profile.smallest_micro_batch)
-    num_blocks = sum(1 for block in explanation.blocks if block.name)
+    has_parts = any(block.parts for block in explanation.blocks)
+    # Parts of blocks are no share of the blocks.
+    num_blocks = None if has_parts else sum(1 for block in explanation.blocks if block.name)
     peak = explanation.peak_bytes if plan.peak_bytes is None else plan.peak_bytes
     workspace = f" and {format_bytes(explanation.workspace_bytes)} for kernels" if explanation.workspace_bytes else ""
     table = _table("", "")
@@ -181,14 +183,28 @@ def _blocks_table(explanation: Explanation) -> Table:
             same[0].kind,
             format_bytes(sum(block.saved_bytes for block in same)),
             format_bytes(sum(block.held_bytes for block in same)),
-            format_seconds(seconds) if same[0].recomputed else "",
+            _added(seconds, same[0]) if same[0].recomputed else "",
         )
     return table
 
 
+def _added(seconds: float, block: Block) -> str:
+    only = ", ".join(_leaves(block))
+    return f"{format_seconds(seconds)}, only {only}" if only else format_seconds(seconds)
+
+
+def _leaves(block: Block) -> tuple[str, ...]:
+    """The parts of it that are recomputed, without its own name."""
+    return tuple(name.removeprefix(f"{block.name}.") for name in block.parts)
+
+
 def _runs(blocks: Sequence[Block]) -> Iterator[list[Block]]:
     """Neighbours that are alike."""
-    for _, same in groupby(blocks, key=lambda block: (block.kind, block.saved_bytes, block.recomputed)):
+
+    def looks(block: Block) -> tuple[object, ...]:
+        return block.kind, block.saved_bytes, block.recomputed, _leaves(block)
+
+    for _, same in groupby(blocks, key=looks):
         yield list(same)
 
 
