@@ -77,7 +77,7 @@ def test_parts_of_blocks_are_named():
     )
     text = text_of(dataclasses.replace(found, explanation=dataclasses.replace(found.explanation, blocks=blocks)))
 
-    assert re.search(r"blocks.0 to blocks.2 \(3 together\) .* s, only norm, act\n", text)
+    assert re.search(r"blocks.0 to blocks.2 \(3 together\) .*s, only norm, act\n", text)
     assert "3 modules: blocks.0, blocks.1 to blocks.2 as one" in text, "not of 8: these are parts"
 
 
