@@ -16,9 +16,11 @@ class Event(NamedTuple):
     """One moment of a step.
 
     Attributes:
-        kind: "enter" or "exit" of a module; "save" of a tensor for backward; "load" of it in backward; "mark".
+        kind: "enter" or "exit" of a module; "save" of a tensor for backward; "load" of it in backward; "made" by an
+            operation whose output may be kept; "mark".
         what: The name of the module; the number of the save, also for its load; or the label of the mark:
-            "micro-batch", "backward", "update", "end".
+            "micro-batch", "backward", "update", "end". Of what was made, the words of ``Plan.keep`` that keep it, and
+            the seconds that it took.
         storages: Of what is saved or given to the module, without those that are there all the time.
         peak_bytes: The most bytes that were alive since the event before.
         live_bytes: Bytes alive now.
@@ -28,7 +30,7 @@ class Event(NamedTuple):
         others: On "enter": its other arguments, as something that can be compared.
     """
 
-    kind: Literal["enter", "exit", "save", "load", "mark"]
+    kind: Literal["enter", "exit", "save", "load", "made", "mark"]
     what: Any
     storages: tuple[Storage, ...] = ()
     peak_bytes: float = 0.0

@@ -52,6 +52,12 @@ KEPT_OPERATIONS = {"attention": _ATTENTION, "matmul": _MATMUL}
 """What each word of ``Plan.keep`` keeps."""
 
 
+@functools.cache
+def words_that_keep(operation: Any) -> tuple[str, ...]:
+    """The words of ``Plan.keep`` that keep what this operation returns."""
+    return tuple(word for word, names in KEPT_OPERATIONS.items() if _name_of(operation) in names)
+
+
 class KeptOutputs:
     """What some operations returned in the first run of a call, to be returned again in the second.
 

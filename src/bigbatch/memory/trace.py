@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from bigbatch.memory.events import Event, Storage
 from bigbatch.memory.fake_kernels import as_the_kernel_returns
 from bigbatch.memory.measure import LiveBytes
+from bigbatch.memory.selective import words_that_keep
 
 Price = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 """Seconds that an operation takes, from ``(func, args, kwargs, result)``."""
@@ -44,6 +45,7 @@ class Recorder:
         self._indices: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._num_saves = 0
         self._num_storages = 0
+        self._num_inside = 0  # of modules that were entered and not left
         self._last_output: weakref.ref[torch.Tensor] | None = None
         self._last_time = time.perf_counter()
 
@@ -85,6 +87,7 @@ class Recorder:
             last = self._last_output and self._last_output()
             inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
             others = tuple(map(_comparable, tree_leaves((args[1:], kwargs))))
+            self._num_inside += 1
             self._note("enter", name, inputs, follows=last is not None and last is given, others=others)
 
         return enter
@@ -92,6 +95,7 @@ class Recorder:
     def _on_exit(self, name: str) -> Callable[..., None]:
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             self._last_output = weakref.ref(output) if isinstance(output, torch.Tensor) else None
+            self._num_inside -= 1
             self._note("exit", name)
 
         return leave
@@ -134,8 +138,8 @@ class Recorder:
 class FakeRecorder(Recorder, LiveBytes):
     """Notes the bytes alive in a step of fake tensors, and the time that it would take.
 
-    Fake tensors have no numbers, so what reads one is answered as in a steady step: a number with 1000, because the step
-    looks whether its gradient norm is finite and an optimizer at its step counter; a question with no, because an
+    Fake tensors have no numbers, so what reads one is answered as in a steady step: a number with 1000, because the
+    step looks whether its gradient norm is finite and an optimizer at its step counter; a question with no, because an
     average asks whether it is the first time. Inside ``strictly`` nothing is answered, and a read raises.
 
     Args:
@@ -145,9 +149,7 @@ class FakeRecorder(Recorder, LiveBytes):
         block_bytes: The size of a storage is rounded up to a multiple of this.
     """
 
-    def __init__(
-        self, model: nn.Module, static: frozenset[int], price: Price | None = None, *, block_bytes: int = 1
-    ):
+    def __init__(self, model: nn.Module, static: frozenset[int], price: Price | None = None, *, block_bytes: int = 1):
         LiveBytes.__init__(self, block_bytes)
         Recorder.__init__(self, model, static)
         self._price = price
@@ -191,8 +193,12 @@ class FakeRecorder(Recorder, LiveBytes):
         if corrected is not result:
             result = corrected
             self._see(result)
-        if self._price is not None and result is not NotImplemented:
-            self._seconds += self._price(func, args, kwargs or {}, result)
+        if result is NotImplemented:
+            return result
+        took = 0.0 if self._price is None else self._price(func, args, kwargs or {}, result)
+        self._seconds += took
+        if self._num_inside and (words := words_that_keep(func)):
+            self._note("made", (words, took), [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)])
         return result
 
     def _reading(self) -> tuple[float, float, float]:

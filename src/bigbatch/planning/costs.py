@@ -37,17 +37,19 @@ NOTHING = Line()
 
 @dataclass(frozen=True)
 class Part:
-    """Modules inside a block that are recomputed while the rest of it is kept.
+    """Another way to recompute a block: modules inside it alone, or all of it but some operations.
 
     Attributes:
-        names: Of the modules.
+        names: Of the modules; the block itself, when all of it is recomputed.
         saved: Storages that the block holds then: what the rest saves, and what goes into these modules.
         recompute_seconds: Of their forwards up to the last save of each.
+        keep: The word of ``Plan.keep`` for operations that are not recomputed; "" when all are.
     """
 
     names: tuple[str, ...]
     saved: tuple[int, ...]
     recompute_seconds: Line = NOTHING
+    keep: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Slot:
         may_recompute: Whether it may be recomputed at all.
         follows: Whether it may form a group with the block before it: neighbours in one ``nn.Sequential`` or
             ``nn.ModuleList``, its sole input is what that one returned, and nothing runs between them.
-        parts: What may be recomputed of the block instead of all of it; its backward needs no more than when it is kept.
+        parts: What may be recomputed of it instead of all; its backward then needs no more than when all is kept.
     """
 
     name: str | None
@@ -189,7 +191,7 @@ def _slot(found: dict[str, Any]) -> Slot:
 
 
 def _part(found: dict[str, Any]) -> Part:
-    return Part(tuple(found["names"]), tuple(found["saved"]), _line(found["recompute_seconds"]))
+    return Part(tuple(found["names"]), tuple(found["saved"]), _line(found["recompute_seconds"]), found["keep"])
 
 
 _SLOT_READERS: dict[str, Any] = {

@@ -13,6 +13,9 @@ from bigbatch.planning.costs import Line, Part, Slot
 _LEAST_FREED = 0.1
 """Of what a block saves: a part that frees less is not worth a choice."""
 _MOST_CHILDREN = 3
+MAY_KEEP = False
+_LEAST_SPARED = 0.05
+"""Of the time of recomputing all of a block: what keeping some operations must spare."""
 
 
 class ShapesDependOnSizeError(Exception):
@@ -99,6 +102,8 @@ class _Stretch:
     recompute_seconds: float = 0.0
     children: dict[str, _Child] = field(default_factory=dict)
     inside: str = ""
+    made: dict[str, dict[int, int]] = field(default_factory=dict)
+    made_seconds: dict[str, float] = field(default_factory=dict)
 
     def pass_forward(self, event: Event) -> None:
         """Count what came before this event, which is in this slot or ends it."""
@@ -111,6 +116,11 @@ class _Stretch:
             self.saved.update(_sizes(event.storages))
             child.recompute_seconds = child.seconds
             child.saved.update(_sizes(event.storages))
+        elif event.kind == "made":
+            words, took = event.what
+            for word in words:
+                self.made.setdefault(word, {}).update(_sizes(event.storages))
+                self.made_seconds[word] = self.made_seconds.get(word, 0.0) + took
         elif event.kind == "enter" and not self.inside and event.what.rpartition(".")[0] == self.name:
             self.inside = event.what
             child = self.children.setdefault(self.inside, _Child())
@@ -238,7 +248,7 @@ def read_slots(
                 recompute_seconds=line((small.recompute_seconds, large.recompute_seconds)),
                 may_recompute=small.name in may_recompute,
                 follows=before is not None and _follows(small, before, both[0][slot - 1], neighbours),
-                parts=_parts(small, large, sizes, may_recompute),
+                parts=(*_parts(small, large, sizes, may_recompute), *_but_kept(small, large, sizes, may_recompute)),
             )
         )
     return _storages(both, sizes), tuple(slots)
@@ -246,7 +256,13 @@ def read_slots(
 
 def _check_same(both: Sequence[Sequence[_Stretch]]) -> None:
     one, other = both
-    shapes = [[(s.name, tuple(s.saved), tuple(s.inputs)) for s in stretches] for stretches in (one, other)]
+    shapes = [
+        [
+            (s.name, tuple(s.saved), tuple(s.inputs), {word: tuple(made) for word, made in s.made.items()})
+            for s in stretches
+        ]
+        for stretches in (one, other)
+    ]
     if shapes[0] != shapes[1]:
         raise ShapesDependOnSizeError("what it saves for backward is not the same for micro-batches of two sizes")
 
@@ -274,6 +290,24 @@ def _parts(small: _Stretch, large: _Stretch, sizes: Sequence[int], may_recompute
     return tuple(parts)
 
 
+def _but_kept(
+    small: _Stretch, large: _Stretch, sizes: Sequence[int], may_recompute: Collection[str]
+) -> Iterator[Part]:
+    """All of a block but the operations that a word of ``Plan.keep`` keeps, where that frees something and saves time."""
+    if large.name not in may_recompute or not MAY_KEEP:
+        return
+    for word, made in large.made.items():
+        held = {**large.inputs, **made}
+        seconds = [max(0.0, s.recompute_seconds - s.made_seconds.get(word, 0.0)) for s in (small, large)]
+        freed = sum(large.saved.values()) - sum(held.values())
+        if (
+            freed > _LEAST_FREED * sum(large.saved.values())
+            and seconds[1] < (1 - _LEAST_SPARED) * large.recompute_seconds
+        ):
+            line = Line.through((sizes[0], seconds[0]), (sizes[1], seconds[1]))
+            yield Part((large.name,), tuple(sorted(held)), line, word)
+
+
 def _held_without(stretch: _Stretch, names: Collection[str]) -> set[int]:
     """Storages that a block holds when these children of it are recomputed."""
     kept = {index for name, child in stretch.children.items() if name not in names for index in child.saved}
@@ -293,7 +327,8 @@ def _storages(both: Sequence[Sequence[_Stretch]], sizes: Sequence[int]) -> tuple
         num_bytes: dict[int, int] = {}
         for stretch in stretches:
             inputs = [item for child in stretch.children.values() for item in child.inputs.items()]
-            for index, size in (*stretch.saved.items(), *stretch.inputs.items(), *inputs):
+            made = [item for sizes_made in stretch.made.values() for item in sizes_made.items()]
+            for index, size in (*stretch.saved.items(), *stretch.inputs.items(), *inputs, *made):
                 num_bytes[index] = max(size, num_bytes.get(index, 0))
         found.append(num_bytes)
     # One that only a module outside of all blocks was given is nobody's, and has no bytes.

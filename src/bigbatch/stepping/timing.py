@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from bigbatch.batch.logical import LogicalBatch
 from bigbatch.batch.resizing import micro_batch_of
-from bigbatch.memory.recompute import apply
 from bigbatch.memory.trace import Recorder
-from bigbatch.planning.costs import Line, MemoryProfile, Slot
+from bigbatch.planning.costs import Line, MemoryProfile, Part, Slot
 from bigbatch.planning.slots import MicroBatch, SlotSeconds, micro_batches, seconds_of_slots
 from bigbatch.stepping.compiled import without_compiled_code
-from bigbatch.stepping.recording import recorded
+from bigbatch.stepping.recording import apply_quietly, recorded
 from bigbatch.stepping.trial import put_back_afterwards
 from bigbatch.values import Plan
 
@@ -55,7 +54,7 @@ def timed(
         return profile
     with put_back_afterwards(step), without_compiled_code(step.model):
         clock = _Clock(step, batch)
-        with apply(Plan(micro_batch_size=most, recompute=recomputed), step.model):
+        with apply_quietly(Plan(micro_batch_size=most, recompute=recomputed), step.model):
             times = _ladder(clock, smallest, most, lambda size: fits(size, bool(recomputed)))
             slots = _timed_slots(clock, profile, (min(times), max(times)))
         if recomputed:
@@ -131,18 +130,26 @@ def _timed_slots(clock: _Clock, profile: MemoryProfile, sizes: tuple[int, int]) 
             return Line(0.0, min(seconds, other) / size)
         return Line.through((size, seconds), (other_size, other))
 
-    def of_part(names: tuple[str, ...], one: SlotSeconds, two: SlotSeconds) -> Line:
-        return line(*(sum(found.children.get(name, 0.0) for name in names) for found in (one, two)))
+    def of_part(slot: Slot, part: Part, one: SlotSeconds, two: SlotSeconds) -> Line:
+        if not part.keep:
+            return line(*(sum(found.children.get(name, 0.0) for name in part.names) for found in (one, two)))
+        # Operations are not timed one by one: their part of the block is as estimated.
+        left = [_ratio(part.recompute_seconds.at(n), slot.recompute_seconds.at(n)) for n in sizes]
+        return line(one.recompute * left[0], two.recompute * left[1])
 
     return [
         replace(
             slot,
             forward_seconds=line(one.forward, two.forward),
             recompute_seconds=line(one.recompute, two.recompute),
-            parts=tuple(replace(part, recompute_seconds=of_part(part.names, one, two)) for part in slot.parts),
+            parts=tuple(replace(part, recompute_seconds=of_part(slot, part, one, two)) for part in slot.parts),
         )
         for slot, one, two in zip(profile.slots, small, large, strict=True)
     ]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return min(1.0, max(0.0, part / whole)) if whole > 0 else 1.0
 
 
 def _least(clock: _Clock, size: int, blocks: set[str]) -> list[SlotSeconds]:
@@ -171,6 +178,6 @@ def _share_of_forward(clock: _Clock, slots: list[Slot], everything: tuple[str, .
     plain, recomputed = [], []
     for _ in range(_PAIRS):
         plain.append(clock.run(size).seconds)
-        with apply(Plan(micro_batch_size=size, recompute=everything), clock.model):
+        with apply_quietly(Plan(micro_batch_size=size, recompute=everything), clock.model):
             recomputed.append(clock.run(size).seconds)
     return min(max((min(recomputed) - min(plain)) / expected, _LEAST_SHARE), _MOST_SHARE)
