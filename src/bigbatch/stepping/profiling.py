@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +46,7 @@ def profile_of(step: Step, shadow: Shadow, batch: Any, *, price: Price | None = 
     tree = _tree_of(shadow.step.model)
     blocks = {name: tree[name].kind for name in find_blocks(tree, later_small.forward)}
     try:
-        candidates = [*blocks, *(child for name in blocks for child in tree[name].children)]
-        may_recompute = _may_recompute(shadow.step.model, candidates)
+        may_recompute = _may_recompute(shadow, {name: tree[name].children for name in blocks})
         storages, slots = read_slots(traced, blocks, may_recompute, _neighbours(tree))
     except ShapesDependOnSizeError as error:
         raise TraceError(str(error)) from error
@@ -146,12 +145,32 @@ def _neighbours(tree: dict[str, Node]) -> set[tuple[str, str]]:
     }
 
 
-def _may_recompute(model: nn.Module, names: Iterable[str]) -> set[str]:
-    found = set()
-    for name in names:
-        try:
-            check_can_be_put_on(model.get_submodule(name), name, in_group=False)
-        except RecomputeError:
-            continue
-        found.add(name)
-    return found
+def _may_recompute(shadow: Shadow, blocks: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """Those of the blocks, and of the modules in each of them, that can be recomputed."""
+    model = shadow.step.model
+    can = {name for name in (*blocks, *chain(*blocks.values())) if _can_be_put_on(model, name)}
+    # One that changes a buffer of its own is found only when it runs; without buffers there is none to change.
+    doubtful = [name for name in can if name in blocks and next(model.get_submodule(name).buffers(), None) is not None]
+    failing = set(doubtful) - _that_run(shadow, doubtful)
+    inside = [child for name in failing for child in blocks[name] if child in can]
+    return can - failing - (set(inside) - _that_run(shadow, inside))
+
+
+def _can_be_put_on(model: nn.Module, name: str) -> bool:
+    try:
+        check_can_be_put_on(model.get_submodule(name), name, in_group=False)
+    except RecomputeError:
+        return False
+    return True
+
+
+def _that_run(shadow: Shadow, names: Sequence[str]) -> set[str]:
+    """Those that can be recomputed, found by halves."""
+    if not names:
+        return set()
+    try:
+        shadow.run([_SIZES[0]], Plan(micro_batch_size=_SIZES[0], recompute=tuple(names)))
+    except (RecomputeError, TraceError):
+        half = len(names) // 2
+        return _that_run(shadow, names[:half]) | _that_run(shadow, names[half:]) if half else set()
+    return set(names)

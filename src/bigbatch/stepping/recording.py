@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from bigbatch.errors import BigBatchWarning
+from bigbatch.memory.recompute import Recomputing, apply
 from bigbatch.memory.trace import FakeRecorder, Recorder
+from bigbatch.values import Plan
 
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
+
+
+def apply_quietly(plan: Plan, model: nn.Module) -> Recomputing:
+    """Put a plan on for a look at it: what ``apply`` warns of is for those who keep it on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BigBatchWarning)
+        return apply(plan, model)
 
 
 @contextlib.contextmanager
