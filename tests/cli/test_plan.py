@@ -9,6 +9,7 @@ from torch import nn
 
 import bigbatch as bb
 from bigbatch.cli.main import main
+from bigbatch.cli.planned import _undominated
 from bigbatch.planning.costs import MemoryProfile
 from tests.training.tiny import Points, loss_fn
 
@@ -213,3 +214,12 @@ def test_pictures_are_written(plan, tmp_path):
     assert (code, err) == (0, "")
     for name in ("f.png", "t.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_plan_of_the_picture_is_better_than_another_in_both():
+    values = [(3, 1.0), (1, 3.0), (2, 2.0), (2, 2.5), (4, 1.0), (5, 0.5)]
+    plans = [bb.Plan(micro_batch_size=1, peak_bytes=peak, step_seconds=seconds) for peak, seconds in values]
+
+    kept = _undominated(plans)
+
+    assert [(plan.peak_bytes, plan.step_seconds) for plan in kept] == [(1, 3.0), (2, 2.0), (3, 1.0), (5, 0.5)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,14 +257,15 @@ def _print_report(report: RenderableType) -> None:
 
 
 def _frontier(found: Planned, fastest: tuple[Plan, ...]) -> Frontier:
-    batch = {"batch_size": found.batch_size}
-    explanation = found.explanation
+    explanation, batch = found.explanation, {"batch_size": found.batch_size}
+    none = frontier(found.profile, recompute="none", **batch)
+    every = frontier(found.profile, recompute="all", **batch)
     return Frontier(
         title=f"{found.name}, batches of {found.batch_size}",
         time_label=f"time of a step ({found.timing})",
-        plans=fastest,
-        recompute_none=frontier(found.profile, recompute="none", **batch),
-        recompute_all=frontier(found.profile, recompute="all", **batch),
+        plans=_undominated([*fastest, *none, *every]),
+        recompute_none=none,
+        recompute_all=every,
         direct=Plan(
             micro_batch_size=found.batch_size,
             peak_bytes=explanation.direct_bytes,
@@ -272,6 +274,15 @@ def _frontier(found: Planned, fastest: tuple[Plan, ...]) -> Frontier:
         chosen=dataclasses.replace(found.plan, step_seconds=explanation.step_seconds),
         budget_bytes=explanation.budget_bytes,
     )
+
+
+def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Those that no other is better than in memory and time; a frontier has steps, and others may lie in between."""
+    kept: list[Plan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.peak_bytes or 0, plan.step_seconds or 0.0)):
+        if not kept or (plan.step_seconds or 0.0) < (kept[-1].step_seconds or 0.0):
+            kept.append(plan)
+    return tuple(kept)
 
 
 def _draw_timeline(planner: Planner, found: Planned, path: Path) -> None:
