@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -130,6 +131,19 @@ def test_the_timeline_has_kinds_stretches_and_the_peak(budget_mib):
     unmarked = [box for text, box in boxes.items() if text not in ("forward", "backward")]
     for position, box in enumerate(unmarked):
         assert not any(box.overlaps(other) for other in unmarked[:position])
+
+
+def test_texts_of_narrow_stretches_do_not_overlap():
+    """An update that takes most of the time, as with small models."""
+    found = timeline()
+    stretches = [*found.stretches[:-1], found.stretches[-1]._replace(end_seconds=60.0)]
+    long = dataclasses.replace(found, seconds=(*found.seconds[:-1], 60.0), stretches=tuple(stretches))
+    figure = figure_of_timeline(long, title="a step", budget_bytes=460 * 2**20)
+
+    above = [box for text, box in boxes_of_texts(figure, figure.axes[0]).items() if text in ("1", "2", "update")]
+    assert len(above) >= 1
+    for position, box in enumerate(above):
+        assert not any(box.overlaps(other) for other in above[:position])
 
 
 def test_a_timeline_is_written(tmp_path):

@@ -38,8 +38,8 @@ _NAMES = {"saved": "saved for backward", "work": "work, for a moment", "buffers"
 _HEADROOM = 1.2
 _MOST_OVER_PEAK = 2.0
 """A budget that is higher than so many peaks would leave no room for what is to be seen."""
-_NARROW = 0.09
-"""Of the width: a stretch below it has its name upright."""
+_NARROW, _TOO_NARROW = 0.09, 0.02
+"""Of the width: a stretch below the first has its name upright, and one below the second has none."""
 
 
 def draw_timeline(found: Timeline, path: Path, *, title: str, budget_bytes: int) -> None:
@@ -79,7 +79,7 @@ def figure_of_timeline(found: Timeline, *, title: str, budget_bytes: int) -> Fig
     axes.set_ylim(0, highest)
     axes.set_xlim(0, x[-1])
     if with_budget:
-        _mark_budget(axes, budget_bytes, memory, x[-1])
+        _mark_budget(axes, budget_bytes, memory)
     label = f"peak {format_bytes(found.peak_bytes)}" + ("" if with_budget else f" of {format_bytes(budget_bytes)}")
     _mark_peak(axes, found, time, memory, label)
     for stretch in found.stretches:
@@ -93,11 +93,11 @@ def figure_of_timeline(found: Timeline, *, title: str, budget_bytes: int) -> Fig
     return figure
 
 
-def _mark_budget(axes: Axes, budget_bytes: int, memory: Scale, end: float) -> None:
+def _mark_budget(axes: Axes, budget_bytes: int, memory: Scale) -> None:
     height = budget_bytes / memory.size
     axes.axhline(height, color=BLACK, ls="--", lw=1.2)
     text = f"budget {format_bytes(budget_bytes)}"
-    axes.annotate(text, (end, height), xytext=(-4, 3), textcoords="offset points", ha="right", va="bottom", fontsize=8)
+    axes.annotate(text, (0, height), xytext=(4, 3), textcoords="offset points", va="bottom", fontsize=8)
 
 
 def _mark_peak(axes: Axes, found: Timeline, time: Scale, memory: Scale, label: str) -> None:
@@ -121,16 +121,21 @@ def _mark_peak(axes: Axes, found: Timeline, time: Scale, memory: Scale, label: s
 
 def _mark_stretch(axes: Axes, stretch: Stretch, found: Timeline, time: Scale) -> None:
     start, end = stretch.start_seconds / time.size, stretch.end_seconds / time.size
-    is_narrow = stretch.end_seconds - stretch.start_seconds < _NARROW * found.seconds[-1]
+    width = (stretch.end_seconds - stretch.start_seconds) / found.seconds[-1]
     above = axes.get_xaxis_transform()
     if stretch.kind == "backward":
         axes.axvspan(start, end, color=GREY, alpha=0.18, lw=0, zorder=0)
     else:
         axes.axvline(start, color=BLACK, lw=0.8, alpha=0.6)
-    middle, turned = (start + end) / 2, 90 if is_narrow else 0
-    axes.text(middle, 0.985, stretch.kind, transform=above, ha="center", va="top", fontsize=8, rotation=turned)
-    if stretch.kind == "forward":
-        axes.text(start, 1.015, _micro_batch(stretch, found), transform=above, ha="left", va="bottom", fontsize=9)
+    if stretch.kind == "update":
+        axes.text(end, 1.015, "update", transform=above, ha="right", va="bottom", fontsize=9)
+        return
+    if width > _TOO_NARROW:
+        middle, turned = (start + end) / 2, 90 if width < _NARROW else 0
+        axes.text(middle, 0.985, stretch.kind, transform=above, ha="center", va="top", fontsize=8, rotation=turned)
+    if stretch.kind == "forward" and width > _TOO_NARROW:
+        name = _micro_batch(stretch, found) if width > _NARROW else str(stretch.micro_batch)
+        axes.text(start, 1.015, name, transform=above, ha="left", va="bottom", fontsize=9)
 
 
 def _micro_batch(stretch: Stretch, found: Timeline) -> str:
