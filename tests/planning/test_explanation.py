@@ -15,6 +15,7 @@ from bigbatch.planning.explanation import Explanation, explain
 from bigbatch.planning.search import frontier, search
 from bigbatch.planning.simulate import peak_bytes, step_seconds
 from tests.planning.profiles import every_choice, random_profile, reference_peak, with_parts
+from tests.planning.test_search import exhaustive
 
 BLOCKS = 4
 RESIDENT = 4000 + 8000 + 100 + 50 + 10
@@ -221,12 +222,34 @@ def test_neighbours_are_those_of_the_frontier():
     profile = make_profile()
     plans = frontier(profile, batch_size=8)
     middle = len(plans) // 2
-    found = explain(profile, plans[middle], batch_size=8, budget_bytes=20_000)
+    found = explain(profile, plans[middle], batch_size=8, budget_bytes=20_000, others=plans)
 
     assert len(plans) >= 3
     assert (found.leaner, found.faster) == (plans[middle - 1], plans[middle + 1])
     assert explain(profile, plans[0], batch_size=8, budget_bytes=20_000, others=plans).leaner is None
     assert explain(profile, plans[-1], batch_size=8, budget_bytes=20_000, others=plans).faster is None
+
+
+@pytest.mark.parametrize("workspace", [Line(7, 0), Line(0, 300)])
+def test_neighbours_are_searched_for_about_a_hundredth_of_the_memory_away(workspace):
+    """Against all plans there are. The workspace counts: those of two cuts need two of them."""
+    profile = make_profile(workspace=workspace)
+    options = exhaustive(profile, 8)
+    worth = [o for o in options if not any(p.needed <= o.needed and p.seconds < o.seconds - 1e-9 for p in options)]
+    assert len({round(option.seconds, 9) for option in worth}) >= 6
+    for option in worth:
+        found = explain(profile, bb.Plan(option.size, recompute=option.recompute), batch_size=8, budget_bytes=20_000)
+        below = [o for o in worth if o.needed <= 0.99 * option.needed] or [o for o in worth if o.needed < option.needed]
+        above = [o.needed for o in worth if o.seconds < option.seconds - 1e-9]
+        leaner, faster = found.leaner, found.faster
+
+        assert (leaner is None, faster is None) == (not below, not above)
+        if leaner is not None:
+            assert leaner.step_seconds == pytest.approx(min(o.seconds for o in below))
+            assert (leaner.peak_bytes or 0) + workspace.at(leaner.micro_batch_size) < option.needed
+        if faster is not None:
+            assert (faster.step_seconds or 0) < option.seconds
+            assert (faster.peak_bytes or 0) + workspace.at(faster.micro_batch_size) <= 1.01 * min(above) + 1
 
 
 def test_a_plan_that_was_found_has_headroom():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bigbatch.planning.costs import MemoryProfile, Slot
+from bigbatch.planning.costs import Line, MemoryProfile, Slot
 
 WHOLE = -1
 
@@ -38,17 +38,19 @@ class Chain:
 
     Attributes:
         slots: Of the profile.
-        saved_own: By slot, storages that it saves and no other slot names.
-        inputs_own: By slot, such storages of its arguments.
+        saved_own: By slot, bytes of the storages that it saves and no other slot names, as lines that add up.
+        inputs_own: By slot, of such storages of its arguments.
         again_own: By slot, of the saved ones those that are no arguments.
-        parts_own: By slot and part, such storages that are held when the part is recomputed.
+        parts_own: By slot and part, of such storages that are held when the part is recomputed.
         parts_again_own: By slot and part, of the saved ones those that are not held then.
+        written: By slot, bytes that recompute of it writes, about.
+        parts_written: By slot and part, the same of the part.
         saved_bits: By slot, the shared storages that it saves.
         inputs_bits: By slot, the shared storages of its arguments.
         parts_bits: By slot and part, the shared storages that are held when the part is recomputed.
         alive_bits: By slot, the bits that it or a later slot asks for.
         repeat_bits: By slot, the bits of a module with several slots, by part; empty for others.
-        storage_of: Shared storage of each bit.
+        line_of: Bytes of the shared storage of each bit.
         ends: By slot, where a segment that begins with it may end; empty when it may not be recomputed.
         choices: By slot, the segments that may begin with it: whole blocks to each of the ends, then parts.
     """
@@ -60,10 +62,10 @@ class Chain:
             if slot.name is not None:
                 self.calls.setdefault(slot.name, []).append(position)
         bits = self._bits_of_shared()
-        self.storage_of = dict(zip(bits.values(), bits, strict=True))
+        self.line_of = {bit: profile.storages[storage] for storage, bit in bits.items()}
 
-        def own(storages: Iterable[int]) -> tuple[int, ...]:
-            return tuple(storage for storage in dict.fromkeys(storages) if storage not in bits)
+        def own(storages: Iterable[int]) -> tuple[Line, ...]:
+            return _merged(profile.storages[storage] for storage in dict.fromkeys(storages) if storage not in bits)
 
         def of(storages: Iterable[int]) -> int:
             return sum(bits[storage] for storage in set(storages) if storage in bits)
@@ -75,6 +77,11 @@ class Chain:
         self.parts_own = [[own(part.saved) for part in slot.parts] for slot in slots]
         self.parts_again_own = [
             [own(s for s in slot.saved if s not in part.saved) for part in slot.parts] for slot in slots
+        ]
+        lines = profile.storages
+        self.written = [_total(lines[storage] for storage in slot.saved) for slot in slots]
+        self.parts_written = [
+            [_total(lines[s] for s in slot.saved if s not in part.saved) for part in slot.parts] for slot in slots
         ]
         self.saved_bits = [of(slot.saved) for slot in slots]
         self.inputs_bits = [of(slot.inputs) for slot in slots]
@@ -181,3 +188,19 @@ class Chain:
     def must_recompute(self, slot: int, key: int) -> bool:
         """Whether the first call of the module was recomputed, so that this one is not kept."""
         return any(key & bit for bit in self.repeat_bits[slot].values())
+
+
+def _merged(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """As few lines as give the same bytes: those of whole numbers are one, others are rounded each for itself."""
+    whole, others = [], []
+    for line in lines:
+        is_whole = all(value >= 0 and float(value).is_integer() for value in line)
+        (whole if is_whole else others).append(line)
+    return (*([_total(whole)] if whole else []), *others)
+
+
+def _total(lines: Iterable[Line]) -> Line:
+    fixed, per_sample = 0.0, 0.0
+    for line in lines:
+        fixed, per_sample = fixed + line.fixed, per_sample + line.per_sample
+    return Line(fixed, per_sample)

@@ -10,7 +10,7 @@ from bigbatch.batch.sizes import micro_batch_sizes
 from bigbatch.planning.chain import WHOLE, Segment
 from bigbatch.planning.costs import MemoryProfile, Slot
 from bigbatch.planning.naming import segments_of
-from bigbatch.planning.search import frontier
+from bigbatch.planning.search import neighbours
 from bigbatch.planning.simulate import Phase, Simulation
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
@@ -76,8 +76,8 @@ class Explanation:
         levers: What each did, in the order in which they were taken.
         limit: The largest of what makes the peak.
         limit_text: The same as a sentence, with its bytes.
-        leaner: The plan of the frontier that needs a little less memory; None when there is none.
-        faster: The plan of the frontier that needs a little more memory and is faster; None when there is none.
+        leaner: The fastest plan that needs a little less memory; None when there is none.
+        faster: A plan that is faster and needs little more memory; None when there is none.
     """
 
     direct_bytes: int
@@ -108,7 +108,7 @@ def explain(
             recomputed in full, and their inputs stay on the device.
         batch_size: Samples in a step.
         budget_bytes: The memory there is.
-        others: Plans to find the next leaner and faster ones in; by default the whole frontier.
+        others: Plans to find the next leaner and faster ones in; by default they are searched for.
 
     Raises:
         OptionError: The plan recomputes what the profile has no block for.
@@ -121,18 +121,19 @@ def explain(
     limit, limit_text = _limit(profile, moment, kinds)
     direct_bytes, peak = direct.peak_of(()), simulation.peak_of(segments)
     stated = peak if plan.peak_bytes is None else plan.peak_bytes
-    leaner, faster = _neighbours(
-        stated,
-        simulation.step_seconds_of(segments),
-        frontier(profile, batch_size=batch_size) if others is None else others,
-    )
+    seconds = simulation.step_seconds_of(segments)
+    if others is None:
+        needed = stated + simulation.workspace_bytes
+        leaner, faster = neighbours(profile, batch_size=batch_size, needed_bytes=needed, seconds=seconds)
+    else:
+        leaner, faster = _between(stated, seconds, others)
     return Explanation(
         direct_bytes=direct_bytes,
         direct_of_budget=direct_bytes / budget_bytes,
         direct_seconds=direct.plain_seconds,
         peak_bytes=peak,
         workspace_bytes=simulation.workspace_bytes,
-        step_seconds=simulation.step_seconds_of(segments),
+        step_seconds=seconds,
         budget_bytes=budget_bytes,
         headroom_bytes=budget_bytes - simulation.workspace_bytes - stated,
         kinds=kinds,
@@ -277,7 +278,7 @@ def _levers(
     return tuple(levers)
 
 
-def _neighbours(peak: int, seconds: float, plans: Sequence[Plan]) -> tuple[Plan | None, Plan | None]:
+def _between(peak: int, seconds: float, plans: Sequence[Plan]) -> tuple[Plan | None, Plan | None]:
     """The plans on both sides of this one, by their peaks."""
     known = [(plan.peak_bytes, plan.step_seconds, plan) for plan in plans]
     below = [(bytes_, plan) for bytes_, _, plan in known if bytes_ is not None and bytes_ < peak]

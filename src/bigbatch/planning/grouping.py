@@ -10,10 +10,10 @@ with many skip connections.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
-from bigbatch.planning.chain import WHOLE, Segment
+from bigbatch.planning.chain import Segment
 from bigbatch.planning.fronts import Front, State, count_up_to, spread, undominated, undominated_in_both
 from bigbatch.planning.naming import entries_of
 from bigbatch.planning.simulate import Move, Simulation
@@ -73,6 +73,14 @@ def leanest(simulation: Simulation, most_bytes: float = math.inf) -> tuple[Segme
     return found
 
 
+def least_added(simulation: Simulation, most_bytes: float) -> float:
+    """No choice within ``most_bytes`` adds less seconds than this; infinite when there is none."""
+    room = most_bytes - simulation.fixed_bytes
+    if simulation.update_bytes > room:
+        return math.inf
+    return max(prices.least(room)[0] for prices in simulation.prices)
+
+
 def _width(simulation: Simulation, work: int) -> int:
     least, most = _WIDTHS
     return min(most, max(least, work // sum(1 + len(choices) for choices in simulation.chain.choices)))
@@ -100,38 +108,17 @@ class _Walk:
         self.first, self.second = simulation.phases[0], simulation.phases[1] if simulation.phases[1:] else None
         self.room = most_bytes - simulation.fixed_bytes
         self.bound, self.times_count, self.width = most_seconds or 0.0, most_seconds is not None, width
-        self.to_drop, self.price = self._prices()
+        self.prices = simulation.prices[0]
+        self.least, self.price = self.prices.least(self.room)
+        self.constants = self.prices.constants(self.room, self.price) if self.times_count else []
         self.is_thinned = False
         self.fronts: list[Front] = [{} for _ in range(len(self.chain.slots) + 1)]
 
-    def _prices(self) -> tuple[list[float], list[float]]:
-        """By slot: bytes that would be held too many at the end if all from here on were kept, and what one costs less.
-
-        Only storages of one slot count, so that both are bounds: recompute of a block frees these at most.
-        """
-        saved, count = self.first.saved_own, len(self.chain.slots)
-        too_many, price = [0.0] * (count + 1), [math.inf] * (count + 1)
-        too_many[count] = (self.first.backward[-1] if count else 0) - self.room
-        for slot in reversed(range(count)):
-            own = saved[slot]
-            too_many[slot], price[slot] = too_many[slot + 1] + own, price[slot + 1]
-            for seconds, freed in self._ways_to_free(slot):
-                price[slot] = min(price[slot], seconds / freed)
-        return too_many, price
-
-    def _ways_to_free(self, slot: int) -> Iterator[tuple[float, int]]:
-        """Of each way to recompute a slot the least that it costs, and the bytes that it does not hold."""
-        own, simulation = self.first.saved_own[slot], self.simulation
-        if self.chain.ends[slot] and own:
-            # Before the last member of a group it costs a whole forward, as the last one that up to its last save.
-            yield min(simulation.seconds_of(slot, slot), simulation.whole_seconds_of(slot)), own
-        for segment in self.chain.choices[slot]:
-            if segment.part != WHOLE and (freed := own - self.first.parts_own[slot][segment.part]) > 0:
-                yield simulation.seconds_of(*segment), freed
-
     def run(self) -> tuple[Segment, ...] | None:
         """The segments of the best state at the end."""
-        if self.simulation.update_bytes > self.room:
+        if self.simulation.update_bytes > self.room or math.isinf(self.least):
+            return None
+        if self.times_count and self.least > self.bound:
             return None
         self.fronts[0][0] = [(0, 0, 0.0, ())]
         for slot in range(len(self.chain.slots)):
@@ -170,13 +157,14 @@ class _Walk:
             return
         moves = self.first.moves(slot, key)[1]
         others = self.second.moves(slot, key)[1] if self.second else [_NOTHING] * len(moves)
-        promising = self._promising(slot, states)
+        price, constants, bound = self.price, self.constants, self.bound
+        least = min(state[2] + state[0] * price for state in states) if constants else -math.inf
         for segment, (last, need, gain), other in zip(choices, moves, others, strict=True):
             cost = self.simulation.seconds_of(*segment) if self.times_count else 0.0
             count, most, room = count_up_to(states, self.room - need), self.bound - cost, self.room - other.need
-            if not count or states[count - 1][2] > most or not promising(last, gain, cost):
+            if not count or states[count - 1][2] > most or not self.chain.is_open(segment, key):
                 continue
-            if not self.chain.is_open(segment, key):
+            if constants and least + cost + gain * price + constants[last + 1] > bound:
                 continue
             other_gain = other.gain
             self._arrive(
@@ -188,14 +176,6 @@ class _Walk:
                     if seconds <= most and other <= room
                 ],
             )
-
-    def _promising(self, slot: int, states: list[State]) -> Callable[[int, int, float], bool]:
-        """Whether a segment that ends there, holds so much and costs so much may stay within the bound at all."""
-        price = self.price[slot] if self.times_count else 0.0
-        if math.isinf(price) or math.isinf(self.room):
-            return lambda last, gain, cost: True
-        least, bound, to_drop = min(state[2] + state[0] * price for state in states), self.bound, self.to_drop
-        return lambda last, gain, cost: least + cost + (gain + to_drop[last + 1]) * price <= bound
 
     def _arrive(self, slot: int, key: int, states: list[State]) -> None:
         if states:
@@ -211,7 +191,9 @@ class _Walk:
         return spread(front, self.width)
 
     def _worth(self, slot: int, states: list[State]) -> list[State]:
-        if self.times_count and self.to_drop[slot] > 0 and self.price[slot] < math.inf:
-            drop, price, bound = self.to_drop[slot], self.price[slot], self.bound
-            states = [state for state in states if state[2] + max(0.0, state[0] + drop) * price <= bound]
+        if self.times_count:
+            price, most = self.price, self.bound - self.constants[slot]
+            states = [state for state in states if state[2] + state[0] * price <= most]
+        most_held = self.room - self.prices.demand[slot] + self.prices.freeable[slot]
+        states = [state for state in states if state[0] <= most_held]
         return undominated_in_both(states) if self.second else undominated(states)

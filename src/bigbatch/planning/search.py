@@ -21,6 +21,8 @@ MARGIN = 0.02
 
 MAX_FRONTIER_PLANS = 40
 _CLOSE_LOOKS = 4
+_STEP = 0.01
+_LESS = 1 - 1e-9
 
 
 def search(
@@ -92,6 +94,40 @@ def frontier(
         limit = max(smallest.needed_bytes, min(math.floor(limit * ratio), choice.needed_bytes - 1))
         choice = space.fastest(limit, close_looks=1) or smallest
     return _undominated([space.plan(choice, None) for choice in found])
+
+
+def neighbours(
+    profile: MemoryProfile, *, batch_size: int, needed_bytes: int, seconds: float
+) -> tuple[Plan | None, Plan | None]:
+    """The fastest plan that needs less, and one that is faster and needs little more; None where there is none.
+
+    A plan of a deep model has another one within a few bytes. So both are looked for a step of the memory away, and
+    further where there is nothing so near.
+
+    Args:
+        profile: What the model costs.
+        batch_size: Samples in a step.
+        needed_bytes: What the plan between them needs, workspace included.
+        seconds: How long its step takes.
+    """
+    space = Space(profile, batch_size, None, None)
+
+    def up_to(limit: float) -> Choice | None:
+        return space.fastest(limit, close_looks=1)
+
+    leaner = up_to(min(needed_bytes - 1, math.floor(needed_bytes * (1 - _STEP)))) or up_to(needed_bytes - 1)
+    fastest, low = up_to(math.inf), needed_bytes
+    faster = fastest if fastest is not None and fastest.seconds < seconds * _LESS else None
+    while faster is not None and faster.needed_bytes > max(low + 1, low * (1 + _STEP)):
+        # Half of the way, on the scale of factors.
+        middle = max(low + 1, math.isqrt(low * faster.needed_bytes))
+        closer = up_to(middle)
+        if closer is not None and closer.seconds < seconds * _LESS:
+            faster = closer
+        else:
+            low = middle
+    found = [None if choice is None else space.plan(space.leaner(choice), None) for choice in (leaner, faster)]
+    return found[0], found[1]
 
 
 def _undominated(plans: list[Plan]) -> tuple[Plan, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from bigbatch.planning.costs import Line, MemoryProfile, Part, Slot
+from bigbatch.planning.chain import Chain
+from bigbatch.planning.costs import Line, MemoryProfile, Part
 
 _SECONDS_PER_BYTE = 1e-13
 """No recompute is faster than writing what it saves at 10 TB/s. So one that is of no use always costs something."""
@@ -46,31 +47,29 @@ def seconds_without_recompute(profile: MemoryProfile, sizes: Sequence[int]) -> f
     return profile.update_seconds + sum(count * micro_seconds(profile, size) for size, count in counted)
 
 
-def recompute_seconds(profile: MemoryProfile, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
+def recompute_seconds(chain: Chain, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
     """By slot, the seconds that recompute adds to a step: of a whole second forward, and of one up to its last save."""
-    forward, again = [0.0] * len(profile.slots), [0.0] * len(profile.slots)
+    forward, again = [0.0] * len(chain.slots), [0.0] * len(chain.slots)
     for size, count in Counter(sizes).items():
-        for position, slot in enumerate(profile.slots):
-            saved = _bytes_of([profile.storages[storage] for storage in slot.saved], size)
-            least = _SECONDS_PER_BYTE * (1 + saved) if slot.name is not None else 0.0
+        for position, slot in enumerate(chain.slots):
+            least = _least(chain.written[position], size) if slot.name is not None else 0.0
             forward[position] += count * max(least, slot.forward_seconds.at(size))
             again[position] += count * max(least, slot.recompute_seconds.at(size))
     return forward, again
 
 
-def part_seconds(profile: MemoryProfile, sizes: Sequence[int]) -> list[list[float]]:
+def part_seconds(chain: Chain, sizes: Sequence[int]) -> list[list[float]]:
     """By slot, the seconds that recomputing each of its parts adds to a step."""
     counted = Counter(sizes).items()
 
-    def seconds_of(slot: Slot, part: Part) -> float:
-        freed = [profile.storages[storage] for storage in slot.saved if storage not in part.saved]
-        return sum(
-            count * max(_SECONDS_PER_BYTE * (1 + _bytes_of(freed, size)), part.recompute_seconds.at(size))
-            for size, count in counted
-        )
+    def seconds_of(part: Part, written: Line) -> float:
+        return sum(count * max(_least(written, size), part.recompute_seconds.at(size)) for size, count in counted)
 
-    return [[seconds_of(slot, part) for part in slot.parts] for slot in profile.slots]
+    return [
+        [seconds_of(part, line) for part, line in zip(slot.parts, lines, strict=True)]
+        for slot, lines in zip(chain.slots, chain.parts_written, strict=True)
+    ]
 
 
-def _bytes_of(storages: Iterable[Line], num_samples: int) -> float:
-    return sum(max(0.0, storage.at(num_samples)) for storage in storages)
+def _least(written: Line, num_samples: int) -> float:
+    return _SECONDS_PER_BYTE * (1 + max(0.0, written.at(num_samples)))

@@ -12,6 +12,7 @@ and why a sum of saved bytes is no bound on the peak.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from bigbatch.planning.chain import WHOLE, Chain, Segment
 from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.naming import segments_of
+from bigbatch.planning.prices import Prices
 from bigbatch.planning.seconds import part_seconds, recompute_seconds, seconds_without_recompute
 
 Entries = Sequence[str | tuple[str, ...]]
@@ -44,8 +46,9 @@ class Phase:
 
     def __init__(self, profile: MemoryProfile, chain: Chain, num_samples: int, *, is_first: bool, is_later: bool):
         self.chain = chain
-        self._storages = [_whole(line, num_samples) for line in profile.storages]
+        self._num_samples = num_samples
         self._bytes_of_bits: dict[int, int] = {0: 0}
+        self._bytes_of_bit = {bit: _whole(line, num_samples) for bit, line in chain.line_of.items()}
         self._moves: dict[tuple[int, int], tuple[Move, list[Move]]] = {}
         gradients = profile.gradient_bytes
 
@@ -54,19 +57,19 @@ class Phase:
             return max(as_first, gradients + _whole(later, num_samples)) if is_later else as_first
 
         slots = chain.slots
-        self._passes = [both(slot.forward, slot.forward) for slot in slots]
+        self.passes = [both(slot.forward, slot.forward) for slot in slots]
         self.backward = [both(slot.backward_first, slot.backward) for slot in slots]
         self._pending = [both(slot.pending_first, slot.pending) for slot in slots]
         self._forward = [_whole(slot.forward, num_samples) for slot in slots]
         self._recompute = [_whole(slot.recompute, num_samples) for slot in slots]
-        self.saved_own = [self._sum(storages) for storages in chain.saved_own]
-        self._inputs_own = [self._sum(storages) for storages in chain.inputs_own]
-        self._again_own = [self._sum(storages) for storages in chain.again_own]
-        self.parts_own = [[self._sum(storages) for storages in parts] for parts in chain.parts_own]
-        self._parts_again_own = [[self._sum(storages) for storages in parts] for parts in chain.parts_again_own]
+        self.saved_own = [self._sum(lines) for lines in chain.saved_own]
+        self._inputs_own = [self._sum(lines) for lines in chain.inputs_own]
+        self._again_own = [self._sum(lines) for lines in chain.again_own]
+        self.parts_own = [[self._sum(lines) for lines in parts] for parts in chain.parts_own]
+        self._parts_again_own = [[self._sum(lines) for lines in parts] for parts in chain.parts_again_own]
 
-    def _sum(self, storages: Sequence[int]) -> int:
-        return sum(self._storages[storage] for storage in storages)
+    def _sum(self, lines: Sequence[Line]) -> int:
+        return sum(_whole(line, self._num_samples) for line in lines)
 
     def _shared(self, bits: int) -> int:
         """Bytes of a set of shared storages."""
@@ -75,7 +78,7 @@ class Phase:
             found, rest = 0, bits
             while rest:
                 lowest = rest & -rest
-                found, rest = found + self._storages[self.chain.storage_of[lowest]], rest ^ lowest
+                found, rest = found + self._bytes_of_bit[lowest], rest ^ lowest
             self._bytes_of_bits[bits] = found
         return found
 
@@ -101,7 +104,7 @@ class Phase:
     def keep(self, slot: int, key: int) -> Move:
         """To recompute nothing of this slot."""
         gain = self.saved_own[slot] + self._shared(self.chain.saved_bits[slot] & ~key)
-        return Move(slot, max(self._passes[slot], gain + self.backward[slot]), gain)
+        return Move(slot, max(self.passes[slot], gain + self.backward[slot]), gain)
 
     def _segments(self, start: int, key: int, ends: Sequence[int]) -> list[Move]:
         """To recompute from this slot to each of these ends, ascending."""
@@ -110,10 +113,10 @@ class Phase:
         chain, moves = self.chain, []
         gain = self._inputs_own[start] + self._shared(chain.inputs_bits[start] & ~key)
         held = key | chain.inputs_bits[start]
-        passes, again, whole, backward = self._passes[start], 0, 0, 0
+        passes, again, whole, backward = self.passes[start], 0, 0, 0
         for slot in range(start, ends[-1] + 1):
             if slot > start:
-                passes = max(passes, gain + self._passes[slot])
+                passes = max(passes, gain + self.passes[slot])
             before = again
             again += self._again_own[start] if slot == start else self.saved_own[slot]
             again += self._shared(chain.saved_bits[slot] & ~held)
@@ -131,7 +134,7 @@ class Phase:
         bits = self.chain.parts_bits[slot][part]
         gain = self.parts_own[slot][part] + self._shared(bits & ~key)
         again = self._parts_again_own[slot][part] + self._shared(self.chain.saved_bits[slot] & ~(key | bits))
-        return Move(slot, max(self._passes[slot], gain + again + self.backward[slot]), gain)
+        return Move(slot, max(self.passes[slot], gain + again + self.backward[slot]), gain)
 
     def walk(self, segments: Sequence[Segment]) -> Iterator[tuple[int, int, Move]]:
         """Along the slots, with these segments recomputed: each first slot, the bytes held before it, and the move."""
@@ -173,11 +176,16 @@ class Simulation:
         self.update_bytes = profile.gradient_bytes + profile.update_bytes
         self.workspace_bytes = _whole(profile.workspace, max(sizes))
         self.plain_seconds = seconds_without_recompute(profile, sizes)
-        forward, self._last_seconds = recompute_seconds(profile, sizes)
+        forward, self._last_seconds = recompute_seconds(self.chain, sizes)
         self._seconds_before = [0.0]
         for seconds in forward:
             self._seconds_before.append(self._seconds_before[-1] + seconds)
-        self._part_seconds = part_seconds(profile, sizes)
+        self._part_seconds = part_seconds(self.chain, sizes)
+
+    @functools.cached_property
+    def prices(self) -> tuple[Prices, ...]:
+        """What it costs at least to stay within memory, by phase."""
+        return tuple(Prices(self, phase) for phase in self.phases)
 
     def seconds_of(self, first: int, last: int, part: int = WHOLE) -> float:
         """Seconds that recomputing these slots as one, or a part of one, adds to a step."""

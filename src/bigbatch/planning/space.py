@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -10,7 +11,7 @@ from bigbatch.batch.sizes import micro_batch_sizes, part_sizes
 from bigbatch.errors import OptionError
 from bigbatch.planning.chain import Chain, Segment
 from bigbatch.planning.costs import MemoryProfile
-from bigbatch.planning.grouping import QUICK_WORK, WORK, cheapest, leanest
+from bigbatch.planning.grouping import QUICK_WORK, WORK, cheapest, leanest, least_added
 from bigbatch.planning.naming import names_of, segments_of
 from bigbatch.planning.seconds import seconds_without_recompute
 from bigbatch.planning.simulate import Simulation
@@ -18,6 +19,7 @@ from bigbatch.values import Plan, check_positive
 
 _TIES = 3
 _SAME = 1 + 1e-12
+_BETTER = 1 - 1e-9
 
 Recompute = Literal["all", "none"] | Sequence[str | tuple[str, ...]] | None
 
@@ -109,12 +111,17 @@ class Space:
     def _look_at_all(self, limit: float) -> tuple[Choice | None, list[Choice]]:
         """The best choice that a quick look finds, and those it was held against."""
         best, found = None, []
-        least = {size: self._least_seconds(size, limit) for size in self.cuts}
+        queue = [(self._least_seconds(size, limit), size, False) for size in self.cuts]
+        heapq.heapify(queue)
         # The most promising first: what it takes then rules most of the others out.
-        for size in sorted(least, key=lambda size: (least[size], size)):
+        while queue:
+            least, size, is_close = heapq.heappop(queue)
             seconds = math.inf if best is None else best.seconds
-            if math.isinf(least[size]) or least[size] > seconds:
+            if math.isinf(least) or least > seconds * _SAME:
                 break
+            if not is_close:
+                heapq.heappush(queue, (max(least, self._least_within(size, limit)), size, True))
+                continue
             choice = self._fastest_of(size, limit, seconds, QUICK_WORK)
             if choice is not None:
                 found.append(choice)
@@ -153,6 +160,14 @@ class Space:
         """No choice of this cut is faster; infinite when it has none. With less memory nothing gets faster."""
         known = self._known.get((size, QUICK_WORK))
         return known.seconds if known is not None and known.limit >= limit else self.plain_seconds[size]
+
+    def _least_within(self, size: int, limit: float) -> float:
+        """The same from what recompute has to free at least, at the lowest prices; no walk is needed for it."""
+        if self.held is not None:
+            return self.plain_seconds[size]
+        simulation = self.simulation(size)
+        added = least_added(simulation, limit - simulation.workspace_bytes)
+        return self.plain_seconds[size] + added * _BETTER
 
     def smallest(self) -> Choice:
         """The choice that needs the least bytes."""
