@@ -8,6 +8,8 @@ import copy
 import torch
 import torch.nn as nn
 
+import bigbatch as bb
+
 OPTIMIZERS = dict(
     sgd=lambda parameters: torch.optim.SGD(parameters, 0.1),
     momentum=lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
@@ -64,6 +66,19 @@ def naive_state_before_first_step():
 
 def naive_fixed_factor():
     return dict.fromkeys(OPTIMIZERS, 2.0)
+
+
+def ours():
+    """A profile, before any step."""
+    found = {}
+    for name, make_optimizer in OPTIMIZERS.items():
+        case = build()
+        model = case["make_model"]()
+        optimizer = make_optimizer(model.parameters())
+        profile = bb.profile(model, case["loss_fn"], case["batch"], optimizer=optimizer, calibrate=False)
+        assert not optimizer.state
+        found[name] = profile.optimizer_bytes / profile.parameter_bytes
+    return found
 
 
 def check(result):

@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import bigbatch as bb
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -50,6 +52,27 @@ def careful():
 
 def naive():
     return dict(status=_trace(build()))
+
+
+def ours():
+    """Real tensors are measured, and the profile says why."""
+    case = build()
+    optimizer = torch.optim.SGD(case["model"].parameters(), 0.1)
+    profile = bb.profile(case["model"], mean_loss, case["batch"], optimizer=optimizer)
+    plan = bb.plan(profile, batch_size=8, memory_budget="1MiB")
+    assert plan.peak_bytes and plan.peak_bytes > profile.parameter_bytes
+    return dict(status="fallback", reason=profile.fallback)
+
+
+def ours_on_meta():
+    """There is nothing to measure with, so it is an error that says why."""
+    case = build()
+    batch = {name: tensor.to("meta") for name, tensor in case["batch"].items()}
+    try:
+        bb.profile(case["model"].to("meta"), mean_loss, batch)
+    except bb.TraceError as error:
+        return dict(status="unsupported", reason=str(error))
+    return dict(status="planned")
 
 
 def check(result):

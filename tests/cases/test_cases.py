@@ -19,17 +19,13 @@ CASES: dict[str, ModuleType] = {
 }
 
 WHOLE_BATCH_LOSSES = "issue 6, exact for every loss and every layer"
-PLANNER = "issue 3, the planner"
 RANKS = "issue 5, from one card to many"
 # Cases of which only the plain ways are tested yet, and what will drive them through bigbatch. Also in README.md.
 WAITING = {
     "39_contrastive_loss_split": WHOLE_BATCH_LOSSES,
     "41_moe_balance_loss": WHOLE_BATCH_LOSSES,
-    "62_estimate_includes_optimizer_state": PLANNER,
-    "64_estimate_when_even_smallest_fails": PLANNER,
     "66_ddp_sync_once_and_last": RANKS,
     "68_ddp_reentrant_checkpoint_twice": RANKS,
-    "85_plan_without_running_data_dependent_model": PLANNER,
 }
 
 # What a reported practice may end in instead of a wrong result; anything else is a mistake in the case itself.
