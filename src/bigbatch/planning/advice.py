@@ -146,7 +146,7 @@ def _with_activations(profile: MemoryProfile, factor: float) -> MemoryProfile:
 def _frozen_below(profile: MemoryProfile, name: str) -> MemoryProfile:
     """As if nothing before this block was trained: it runs forward, saves nothing, and has no backward."""
     first = next(position for position, slot in enumerate(profile.slots) if slot.name == name)
-    nothing = {"saved": (), "inputs": (), "recompute": Line(), "may_recompute": False, "follows": False}
+    nothing = {"saved": (), "inputs": (), "recompute": Line(), "may_recompute": False, "follows": False, "parts": ()}
     nothing |= dict.fromkeys(("backward", "backward_first", "pending", "pending_first"), Line())
     slots = [dataclasses.replace(slot, **nothing) for slot in profile.slots[:first]]
     # A first backward down to this block has brought the gradients of all that is trained into being.

@@ -104,7 +104,8 @@ class Chain:
         for slot in self.slots:
             for name in {name for part in slot.parts for name in part.names}:
                 owners.setdefault(name, set()).add(slot.name)
-        # A module that is in several blocks is recomputed in all of them or in none: such a part is not offered.
+        # A module that is in several blocks is recomputed in all of them or in none: such a part is not offered, nor is
+        # a whole block of which some operations are kept.
         alone = {name for name, found in owners.items() if len(found) == 1}
         names = [{frozenset(part.names) for part in slot.parts if alone.issuperset(part.names)} for slot in self.slots]
         found = []
