@@ -186,6 +186,7 @@ def _measured(planner: Planner, why: str) -> MemoryProfile:
     return MemoryProfile(
         parameter_bytes=resident,
         gradient_bytes=gradients,
+        update_bytes=max(0, int(later[0]) - gradients - resident),
         batch=of_batch,
         slots=(slot,),
         smallest_micro_batch=smallest,

@@ -25,8 +25,9 @@ from bigbatch.values import Plan
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
 
-_SIZES = (2, 8)
-"""Micro-batches that are traced. Two give a line; a single sample is often a special case, and many cost no more."""
+_SIZES = (2, 32)
+"""Micro-batches that are traced. Two give a line; a single sample is often a special case, and many cost no more.
+A peak is the largest of several lines, so the two should lie on either side of the sizes that matter."""
 
 
 def profile_of(step: Step, shadow: Shadow, batch: Any, *, price: Price | None = None) -> MemoryProfile:
@@ -52,12 +53,13 @@ def profile_of(step: Step, shadow: Shadow, batch: Any, *, price: Price | None = 
         raise TraceError(str(error)) from error
     return MemoryProfile(
         **_resident(shadow, step, down, first_large, later_small),
-        batch=bytes_of_batch(step, batch),
+        **_inputs(shadow, step, batch),
         storages=storages,
         slots=slots,
         micro_seconds=tuple((m.num_samples, m.seconds) for m in traced.later) if price is not None else (),
         update_seconds=_seconds_of_update(down),
         smallest_micro_batch=step.accumulator.smallest_micro_batch,
+        device=shadow.device,
         model=type(unwrapped(step.model)).__name__,
         optimizer=" + ".join(type(optimizer).__name__ for optimizer in step.optimizers),
     )
@@ -82,6 +84,22 @@ def _resident(shadow: Shadow, step: Step, record: Record, first: MicroBatch, lat
         "other_bytes": int(first.live_bytes - record.micro_batch_bytes - sum(kinds.values())),
         "update_bytes": int(max(0.0, update - first.live_bytes - gradients)),
     }
+
+
+_CUDA_WORKSPACE_BYTES = 2 * 32 * 2**20
+"""cuBLAS takes up to 32 MiB (Hopper) for each thread that uses it, and backward has a thread of its own:
+https://docs.nvidia.com/cuda/cublas/#cublassetworkspace. It stands in for what cuDNN takes, until it is measured."""
+
+
+def _inputs(shadow: Shadow, step: Step, batch: Any) -> dict[str, Any]:
+    """Bytes of the batch on the device: all of it where it lies there, else one micro-batch and the next."""
+    line = bytes_of_batch(step, batch)
+    if shadow.device == "cpu":
+        return {"batch": line}
+    workspace = Line(float(_CUDA_WORKSPACE_BYTES), 0.0)
+    if any(isinstance(value, torch.Tensor) and value.device.type == shadow.device for value in leaves(batch)):
+        return {"batch": line, "workspace": workspace}
+    return {"batch": Line(2 * line.fixed, 2 * line.per_sample), "batch_is_whole": False, "workspace": workspace}
 
 
 def _events_of_update(record: Record) -> list[Any]:
