@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 
 import bigbatch as bb
 from bigbatch.planning.costs import Line, MemoryProfile, Part
-from bigbatch.planning.search import search
+from bigbatch.planning.search import frontier, search
 from bigbatch.planning.simulate import peak_bytes, step_seconds
 from tests.planning.profiles import equal_blocks, every_choice, random_profile, reference_peak, unet, with_parts
 from tests.planning.test_search import check_against, exhaustive
@@ -182,3 +183,14 @@ def test_parts_can_be_held_and_are_none_of_all_blocks():
     assert search(profile, **plenty, recompute=part.names).recompute == part.names
     assert search(profile, **plenty, recompute="all").recompute == tuple(f"blocks.{index}" for index in range(4))
     assert search(profile, **plenty, recompute="none").recompute == ()
+
+
+def test_the_frontier_of_eighty_blocks_with_three_parts_each_takes_seconds():
+    """Of the processor, so that others on the machine do not count."""
+    profile = with_parts(equal_blocks(80, num_own=20), seed=0, most=3)
+    start = time.process_time()
+
+    plans = frontier(profile, batch_size=64)
+
+    assert time.process_time() - start < 5
+    assert any(entry.count(".") > 1 for plan in plans for entry in plan.recompute if isinstance(entry, str))
