@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from bigbatch.memory.events import Event, Storage
 from bigbatch.memory.fake_kernels import as_the_kernel_returns
+from bigbatch.memory.kernels import Workspaces
 from bigbatch.memory.measure import LiveBytes
 from bigbatch.memory.selective import words_that_keep
 
@@ -147,6 +148,10 @@ class FakeRecorder(Recorder, LiveBytes):
         static: See ``Recorder``.
         price: What an operation takes; None: no time is noted.
         block_bytes: The size of a storage is rounded up to a multiple of this.
+
+    Attributes:
+        workspaces: What kernels need while they run, as far as it is known.
+        most_in_kernels: The most bytes that were alive in an operation, with its workspace; 0 where none is known.
     """
 
     def __init__(self, model: nn.Module, static: frozenset[int], price: Price | None = None, *, block_bytes: int = 1):
@@ -155,6 +160,8 @@ class FakeRecorder(Recorder, LiveBytes):
         self._price = price
         self._seconds = 0.0
         self._strict = False
+        self.workspaces = Workspaces()
+        self.most_in_kernels = 0.0
         self._without_gradient: list[torch.Tensor] = []
         self._gradients: dict[int, int] = {}
 
@@ -195,6 +202,10 @@ class FakeRecorder(Recorder, LiveBytes):
             self._see(result)
         if result is NotImplemented:
             return result
+        if self.workspaces:
+            self._settle()
+            now = self._current.get("cpu", 0) + self.workspaces.of(func, args, kwargs or {})
+            self.most_in_kernels = max(self.most_in_kernels, now)
         took = 0.0 if self._price is None else self._price(func, args, kwargs or {}, result)
         self._seconds += took
         if self._num_inside and (words := words_that_keep(func)):

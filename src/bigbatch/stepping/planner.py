@@ -27,7 +27,7 @@ from bigbatch.stepping.pricing import Roofline
 from bigbatch.stepping.profiling import bytes_of_batch, profile_of
 from bigbatch.stepping.shadow import Shadow
 from bigbatch.stepping.timing import timed
-from bigbatch.stepping.workspace import workspace_of
+from bigbatch.stepping.workspace import find_workspace
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 
@@ -40,8 +40,6 @@ UNLIMITED = 2**60
 """Bytes that stand for no budget."""
 _DEFAULT_CARD = "a100-80gb"
 _MOST_ROUNDS = 8
-_TIMES_LARGER = 4
-"""Workspace is measured with the smallest micro-batch and with one that is so much larger."""
 _STEP_DOWN = 0.2
 """Of the budget: how much less to plan for when a plan really ran out of memory."""
 _WORTH_ANOTHER_ROUND = 0.01
@@ -117,6 +115,7 @@ class Planner:
         here = step.accumulator.device.type
         self.device = device or ("cuda" if here == "cuda" or card and card.name != "cpu" else "cpu")
         self.can_run = here == self.device
+        self._workspaces: dict[Any, int] = {}  # by micro-batch size and what is recomputed
         self.card = card or find_card("cpu" if self.device == "cpu" else _DEFAULT_CARD)
 
     def batch_of(self, num_samples: int) -> Any:
@@ -152,7 +151,8 @@ class Planner:
         return replace(found, recompute=names, budget_bytes=budget_bytes)
 
     @cached_property
-    def _shadow(self) -> Shadow:
+    def shadow(self) -> Shadow:
+        """The step without numbers, made at its first use."""
         return Shadow(self.step, self.batch, self.device)
 
     @cached_property
@@ -162,7 +162,7 @@ class Planner:
         Raises:
             TraceError: Fake tensors cannot follow the model.
         """
-        return profile_of(self.step, self._shadow, self.batch, price=Roofline(self.card))
+        return profile_of(self.step, self.shadow, self.batch, price=Roofline(self.card))
 
     def fits_directly(self, budget_bytes: int) -> bool:
         """Whether the whole batch is expected to fit at once, with nothing recomputed."""
@@ -180,45 +180,25 @@ class Planner:
             segments = simulation.chain.every_block() if recompute_all else ()
             return simulation.peak_of(segments) + simulation.workspace_bytes <= room
 
-        profile = replace(self.traced, workspace=self.workspace(batch_size, fits))
-        return timed(self.step, self.batch, profile, fits, batch_size)
+        found = find_workspace(self.step, self.batch, self.shadow, self.traced, batch_size, fits)
+        known = self.traced.workspace
+        workspace = Line(known.fixed + found.fixed, known.per_sample + found.per_sample)
+        return timed(self.step, self.batch, replace(self.traced, workspace=workspace), fits, batch_size)
 
-    def workspace(self, most: int, fits: Callable[[int, bool], bool]) -> Line:
-        """What kernels need beyond tensors, by samples of a micro-batch; measured in small ones for real.
-
-        Args:
-            most: The largest micro-batch that is to be planned.
-            fits: ``fits(size, recompute_all)``: whether micro-batches of this size may be tried.
-        """
-        smallest = min(self.traced.smallest_micro_batch, most)
-        everything = tuple(dict.fromkeys(slot.name for slot in self.traced.slots if slot.may_recompute and slot.name))
-        choices = [Plan(micro_batch_size=most, recompute=names) for names in dict.fromkeys(((), everything))]
-        plans = [plan for plan in choices if fits(smallest, bool(plan.recompute)) and self._can_be_traced(plan)]
-        if not plans:
-            return Line()
-        larger = min(_TIMES_LARGER * smallest, most)
-        sizes = [smallest, larger] if larger > smallest and fits(larger, bool(plans[0].recompute)) else [smallest]
-        return workspace_of(self.step, self.batch, sizes, plans, self._beyond_start)
-
-    def _beyond_start(self, size: int, plan: Plan) -> float:
-        """Traced bytes at the peak of two micro-batches, beyond what is alive before the first."""
-        record = self._shadow.run((size, size), plan)
-        return record.peak_of_micro_batches - record.events[0].live_bytes
-
-    def peak_bytes(self, plan: Plan, batch_size: int, *, workspace: Line | None = None) -> int:
+    def peak_bytes(self, plan: Plan, batch_size: int) -> int:
         """Peak of a steady step under this plan, traced.
-
-        Args:
-            workspace: What kernels of forward and backward need beyond tensors, to be counted too.
 
         Raises:
             RecomputeError: The plan does not go with the model.
         """
+        return self.peaks(plan, batch_size)[0]
+
+    def peaks(self, plan: Plan, batch_size: int) -> tuple[int, int]:
+        """The peak of tensors alone, and that with the workspace of kernels as far as ``timed`` has measured it."""
         sizes = self._sizes(plan, batch_size)
-        record = self._shadow.run(_first_and_later(sizes), plan)
-        beyond = 0 if workspace is None else math.ceil(workspace.at(max(sizes)))
-        peak = max(record.peak_bytes, record.peak_of_micro_batches + beyond)
-        return peak - record.micro_batch_bytes + self._batch_bytes(sizes)
+        record = self.shadow.run(_first_and_later(sizes), plan)
+        added = self._batch_bytes(sizes) - record.micro_batch_bytes
+        return record.peak_bytes + added, max(record.peak_bytes, math.ceil(record.most_in_kernels)) + added
 
     def timeline(self, plan: Plan, batch_size: int) -> Timeline:
         """What is alive at every moment of a steady step under this plan; its highest moment is ``peak_bytes``.
@@ -228,7 +208,7 @@ class Planner:
         """
         profile, sizes = self.traced, self._sizes(plan, batch_size)
         price = Roofline(self.card)
-        record = self._shadow.run(_first_and_later(sizes), plan, closely=True, gradients=True, price=price)
+        record = self.shadow.run(_first_and_later(sizes), plan, closely=True, gradients=True, price=price)
         return read_timeline(
             record.events,
             profile,
@@ -344,7 +324,9 @@ class Planner:
 
     def _traced(self, plan: Plan, batch_size: int) -> Plan:
         try:
-            return replace(plan, peak_bytes=self.peak_bytes(plan, batch_size))
+            peak, with_workspace = self.peaks(plan, batch_size)
+            self._workspaces[plan.micro_batch_size, plan.recompute] = with_workspace - peak
+            return replace(plan, peak_bytes=peak)
         except (RecomputeError, TraceError) as error:
             if not plan.recompute:
                 raise
@@ -352,7 +334,10 @@ class Planner:
 
     def _budget_for(self, plan: Plan, profile: MemoryProfile) -> int:
         """The smallest budget for a plan."""
-        needed = (plan.peak_bytes or 0) + profile.workspace.at(plan.micro_batch_size)
+        needed = plan.peak_bytes or 0
+        if profile.workspace != NOTHING:
+            needed += self._workspaces[plan.micro_batch_size, plan.recompute]
+            needed += self.traced.workspace.at(plan.micro_batch_size)
         return math.ceil(needed / (1 - self.margin))
 
     def _without(self, plan: Plan, profile: MemoryProfile) -> MemoryProfile:
@@ -372,7 +357,7 @@ class Planner:
 
     def _can_be_traced(self, plan: Plan) -> bool:
         try:
-            self._shadow.run([self.traced.smallest_micro_batch], plan)
+            self.shadow.run([self.traced.smallest_micro_batch], plan)
         except (RecomputeError, TraceError):
             return False
         return True

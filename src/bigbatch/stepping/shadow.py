@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 
 from bigbatch.batch.logical import LogicalBatch
@@ -19,10 +19,10 @@ from bigbatch.batch.structure import is_array, leaves
 from bigbatch.errors import TraceError
 from bigbatch.memory.events import Event
 from bigbatch.memory.fakes import fake_copy, positions_count_up
+from bigbatch.memory.kernels import Workspaces
 from bigbatch.memory.naming import unwrapped
-from bigbatch.memory.recompute import apply
 from bigbatch.memory.trace import FakeRecorder, Price
-from bigbatch.stepping.recording import recorded
+from bigbatch.stepping.recording import apply_quietly, recorded
 from bigbatch.stepping.undo import Generators
 from bigbatch.values import Plan, StepOptions
 
@@ -39,12 +39,14 @@ class Record:
         sizes: Samples in its micro-batches.
         peak_bytes: The most bytes that were alive.
         micro_batch_bytes: Of the micro-batches that were given to it.
+        most_in_kernels: The most bytes that were alive in an operation, with its workspace, where that is known.
     """
 
     events: list[Event]
     sizes: tuple[int, ...]
     peak_bytes: int
     micro_batch_bytes: int
+    most_in_kernels: float = 0.0
 
     @property
     def peak_of_micro_batches(self) -> int:
@@ -55,6 +57,25 @@ class Record:
 
 _BLOCK_BYTES = {"cpu": 1, "cuda": 512}
 """Allocators give out memory in multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
+
+
+class _Recorder(FakeRecorder):
+    """Remembers the tensors with numbers that it meets: a loss may use a model beside the one that it is given."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._real: dict[int, torch.Tensor] = {}
+
+    def _see_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad and not isinstance(tensor, FakeTensor) and tensor.is_leaf:
+            self._real[id(tensor)] = tensor
+        super()._see_tensor(tensor)
+
+    def take_fakes_off(self) -> None:
+        """Clear gradients without numbers of tensors with numbers."""
+        for tensor in self._real.values():
+            if isinstance(tensor.grad, FakeTensor):
+                tensor.grad = None
 
 
 class Shadow:
@@ -75,6 +96,7 @@ class Shadow:
 
     def __init__(self, step: Step, batch: Any, device: str = "cpu"):
         self.device = device
+        self.workspaces: tuple[tuple[int, Workspaces], ...] = ()  # by the least samples of a micro-batch, ascending
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._batch = batch
         self._real_options = step.options
@@ -111,25 +133,30 @@ class Shadow:
             RecomputeError: The plan does not go with the model.
         """
         step = self.step
-        apply(plan, step.model)
+        apply_quietly(plan, step.model)
         with cannot_be_traced(), _random_numbers_put_back():
             micro_batches = [self._micro_batch(size) for size in sizes]
             given = [value for micro_batch in micro_batches for value in leaves(micro_batch) if is_array(value)]
             given = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
             of_batch = {tensor.untyped_storage()._cdata for tensor in given}
-            recorder = FakeRecorder(step.model, self._static | of_batch, price, block_bytes=_BLOCK_BYTES[self.device])
+            recorder = _Recorder(step.model, self._static | of_batch, price, block_bytes=_BLOCK_BYTES[self.device])
+            known = [found for least, found in self.workspaces if least <= max(sizes)]
+            recorder.workspaces = known[-1] if known else recorder.workspaces
             recorder.track(step.model, *step.optimizers, step.options.ema, micro_batches)
             if gradients:
                 recorder.watch_gradients(step.named_parameters().values())
-            with self.mode, recorder, positions_count_up(of_batch), recorded(step, recorder, closely=closely):
-                step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
-                if isinstance(step.options.ema, nn.Module):
-                    step.update_average()
+            try:
+                with self.mode, recorder, positions_count_up(of_batch), recorded(step, recorder, closely=closely):
+                    step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
+                    if isinstance(step.options.ema, nn.Module):
+                        step.update_average()
+            finally:
+                recorder.take_fakes_off()
             with self.mode:
                 step.clear()
         num_bytes = {t.untyped_storage()._cdata: recorder.size_of(t.untyped_storage()) for t in given}
         peak = max(event.peak_bytes for event in recorder.events)
-        return Record(recorder.events, tuple(sizes), int(peak), sum(num_bytes.values()))
+        return Record(recorder.events, tuple(sizes), int(peak), sum(num_bytes.values()), recorder.most_in_kernels)
 
     def _micro_batch(self, size: int) -> Any:
         if self._real_options.collate is not None:
