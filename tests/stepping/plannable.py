@@ -203,6 +203,9 @@ def adamw(**how: Any) -> Callable[[nn.Module], Any]:
     return lambda model: torch.optim.AdamW(trainable(model), **how)
 
 
+plain_adamw = adamw()
+
+
 def by(kind: Any, **how: Any) -> Callable[[nn.Module], Any]:
     return lambda model: kind(trainable(model), **how)
 
@@ -230,7 +233,7 @@ class World:
     """
 
     make_model: Callable[[], nn.Module]
-    make_optimizer: Callable[[nn.Module], Any] = adamw()
+    make_optimizer: Callable[[nn.Module], Any] = plain_adamw
     loss_fn: Callable[[Any, Any], Any] = cross_entropy
     make_batch: Callable[[int], Any] = tokens
     options: Any = None
@@ -240,17 +243,13 @@ class World:
         torch.manual_seed(0)
         model = self.make_model()
         optimizer = self.make_optimizer(model)
-        options = self.options(model) if callable(self.options) else self.options or {}
-        return bb.Step(model, self.loss_fn, optimizer, **options, **more), self.make_batch(num_samples)
+        options = {**self.options_of(model), **more}
+        return bb.Step(model, self.loss_fn, optimizer, **options), self.make_batch(num_samples)
 
-    def arguments(self, num_samples: int = 10) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``bb.profile`` and ``bb.plan`` take."""
-        step, batch = self.make(num_samples)
-        given = {name: getattr(step.options, name) for name in self._names(step.model)}
-        return (step.model, self.loss_fn, batch), dict(optimizer=step.optimizers, **given)
-
-    def _names(self, model: nn.Module) -> list[str]:
-        return list(self.options(model) if callable(self.options) else self.options or {})
+    def options_of(self, model: nn.Module) -> dict[str, Any]:
+        """Options of a step for this model."""
+        found: dict[str, Any] = self.options(model) if callable(self.options) else self.options or {}
+        return found
 
 
 WORLDS: dict[str, World] = {
