@@ -180,10 +180,16 @@ class Planner:
             segments = simulation.chain.every_block() if recompute_all else ()
             return simulation.peak_of(segments) + simulation.workspace_bytes <= room
 
-        found = find_workspace(self.step, self.batch, self.shadow, self.traced, batch_size, fits)
-        known = self.traced.workspace
-        workspace = Line(known.fixed + found.fixed, known.per_sample + found.per_sample)
-        return timed(self.step, self.batch, replace(self.traced, workspace=workspace), fits, batch_size)
+        accumulator = self.step.accumulator
+        # Two micro-batches are run at a time, which may be more samples than a batch has.
+        most_samples, accumulator.most_samples = accumulator.most_samples, None
+        try:
+            found = find_workspace(self.step, self.batch, self.shadow, self.traced, batch_size, fits)
+            known = self.traced.workspace
+            workspace = Line(known.fixed + found.fixed, known.per_sample + found.per_sample)
+            return timed(self.step, self.batch, replace(self.traced, workspace=workspace), fits, batch_size)
+        finally:
+            accumulator.most_samples = most_samples
 
     def peak_bytes(self, plan: Plan, batch_size: int) -> int:
         """Peak of a steady step under this plan, traced.
