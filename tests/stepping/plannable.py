@@ -248,8 +248,8 @@ class World:
 
     def options_of(self, model: nn.Module) -> dict[str, Any]:
         """Options of a step for this model."""
-        found: dict[str, Any] = self.options(model) if callable(self.options) else self.options or {}
-        return found
+        made: Any = self.options
+        return made if isinstance(made, dict) else made(model) if made else {}
 
 
 WORLDS: dict[str, World] = {

@@ -42,7 +42,7 @@ def peaks(planner: Planner, batch: Any, size: int, recompute: Any) -> tuple[int,
 
 @pytest.mark.parametrize("kind", list(WORLDS))
 def test_the_traced_peak_is_the_measured_one_to_the_byte(kind):
-    """10 samples in 1, 2 or 5 micro-batches, or in an uneven cut, each with another choice of blocks: two for a kind."""
+    """10 samples in 1, 2 or 5 micro-batches or an uneven cut, each with another choice of blocks: two for a kind."""
     step, batch = WORLDS[kind].make()
     planner = Planner(step, batch)
     choices = choices_of(planner)
