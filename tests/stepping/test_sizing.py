@@ -398,7 +398,7 @@ def test_when_nothing_fits_nothing_moved(kind):
     step = make_step(kind, memory_budget=1000)
     before = snapshot(step)
 
-    with pytest.raises(bb.BudgetError, match=r"even micro-batches of \d with \d modules .* need .* KiB") as caught:
+    with pytest.raises(bb.BudgetError, match=r"even micro-batches of \d.* need .* KiB") as caught:
         step(make_batch())
 
     assert isinstance(caught.value, MemoryError)
