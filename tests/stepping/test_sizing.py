@@ -406,7 +406,7 @@ def test_when_nothing_fits_nothing_moved(kind):
     assert_identical(snapshot(step), before)
     # What it says is enough is enough.
     make_step(kind, memory_budget=caught.value.smallest_bytes)(make_batch())
-    with pytest.raises(bb.BudgetError):
+    with pytest.raises(bb.BudgetError, match="No plan fits"):
         make_step(kind, memory_budget=round(caught.value.smallest_bytes * 0.97))(make_batch())
 
 
