@@ -102,19 +102,18 @@ class Chain:
     def _choices(self) -> list[tuple[Segment, ...]]:
         owners: dict[str, set[str | None]] = {name: {None} for name in self.calls}
         for slot in self.slots:
-            for name in {name for part in slot.parts for name in part.names}:
+            for name in {name for part in slot.parts if not part.keep for name in part.names}:
                 owners.setdefault(name, set()).add(slot.name)
-        # A module that is in several blocks is recomputed in all of them or in none: such a part is not offered, nor is
-        # a whole block of which some operations are kept.
+        # A module that is in several blocks is recomputed in all of them or in none: such a part is not offered.
         alone = {name for name, found in owners.items() if len(found) == 1}
-        names = [{frozenset(part.names) for part in slot.parts if alone.issuperset(part.names)} for slot in self.slots]
+        ways = [{p.way for p in slot.parts if p.keep or alone.issuperset(p.names)} for slot in self.slots]
         found = []
         for position, ends in enumerate(self.ends):
             slot = self.slots[position]
             in_all = set[frozenset[str]]()
             if slot.name is not None:
-                in_all = set.intersection(*(names[call] for call in self.calls[slot.name]))
-            parts = [index for index, part in enumerate(slot.parts) if frozenset(part.names) in in_all]
+                in_all = set.intersection(*(ways[call] for call in self.calls[slot.name]))
+            parts = [index for index, part in enumerate(slot.parts) if part.way in in_all]
             whole = [Segment(position, end) for end in ends]
             found.append((*whole, *(Segment(position, position, part) for part in parts)))
         return found
@@ -125,7 +124,7 @@ class Chain:
         for position, slot in enumerate(self.slots):
             own: dict[int, int] = {}
             for segment in self.choices[position] if slot.name and len(self.calls[slot.name]) > 1 else ():
-                part = frozenset() if segment.part == WHOLE else frozenset(slot.parts[segment.part].names)
+                part = frozenset() if segment.part == WHOLE else slot.parts[segment.part].way
                 own[segment.part] = bits.setdefault((slot.name or "", part), 1 << (first + len(bits)))
             found.append(own)
         return found

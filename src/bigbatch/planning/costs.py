@@ -51,6 +51,11 @@ class Part:
     recompute_seconds: Line = NOTHING
     keep: str = ""
 
+    @property
+    def way(self) -> frozenset[str]:
+        """What is the same for all calls of a module."""
+        return frozenset((*self.names, self.keep))
+
 
 @dataclass(frozen=True)
 class Slot:

@@ -104,8 +104,8 @@ def explain(
 
     Args:
         profile: What the model costs.
-        plan: Found by the search, or written by hand. Its ``keep`` and ``offload`` are not simulated: blocks are
-            recomputed in full, and their inputs stay on the device.
+        plan: Found by the search, or written by hand. Its ``offload`` is not simulated: what it moves is counted
+            on the device.
         batch_size: Samples in a step.
         budget_bytes: The memory there is.
         others: Plans to find the next leaner and faster ones in; by default they are searched for.
@@ -115,7 +115,7 @@ def explain(
     """
     sizes = micro_batch_sizes(batch_size, plan.micro_batch_size, profile.smallest_micro_batch)
     direct, simulation = Simulation(profile, [batch_size]), Simulation(profile, sizes)
-    segments = segments_of(simulation.chain, plan.recompute)
+    segments = segments_of(simulation.chain, plan.recompute, plan.keep)
     moment = _highest(profile, simulation, segments)
     kinds = _kinds(profile, simulation, moment)
     limit, limit_text = _limit(profile, moment, kinds)
@@ -235,7 +235,8 @@ def _blocks(profile: MemoryProfile, simulation: Simulation, segments: Sequence[S
     saved = {slot: move.gain for slot, _, move in phase.walk(())}
     held = {slot: move.gain for slot, _, move in phase.walk(segments)}
     seconds = dict(_seconds_by_slot(simulation, segments))
-    parts = {first: profile.slots[first].parts[part].names for first, _, part in segments if part != WHOLE}
+    chosen = {first: profile.slots[first].parts[part] for first, _, part in segments if part != WHOLE}
+    parts = {first: (f"all but {part.keep}",) if part.keep else part.names for first, part in chosen.items()}
     found: dict[str, Block] = {}
     for position, slot in enumerate(profile.slots):
         name = slot.name or ""

@@ -23,6 +23,12 @@ def names_of(chain: Chain, segments: Iterable[Segment]) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
+def keep_of(chain: Chain, segments: Iterable[Segment]) -> tuple[tuple[str, str], ...]:
+    """What of them is kept, as ``Plan.keep`` has it."""
+    parts = [chain.slots[first].parts[part] for first, _, part in sorted(segments) if part != WHOLE]
+    return tuple(dict.fromkeys((name, part.keep) for part in parts if part.keep for name in part.names))
+
+
 def entries_of(chain: Chain, segments: Iterable[Segment]) -> list[list[Segment]]:
     """Segments that stand and fall together: those of all calls of a module."""
     entries: dict[tuple[Entry, ...], list[Segment]] = {}
@@ -31,8 +37,12 @@ def entries_of(chain: Chain, segments: Iterable[Segment]) -> list[list[Segment]]
     return list(entries.values())
 
 
-def segments_of(chain: Chain, recompute: Sequence[Entry]) -> tuple[Segment, ...]:
+def segments_of(chain: Chain, recompute: Sequence[Entry], keep: Iterable[tuple[str, str]] = ()) -> tuple[Segment, ...]:
     """The segments that entries of ``Plan.recompute`` stand for.
+
+    Args:
+        recompute: Names of blocks, of parts of blocks, and groups of neighbours.
+        keep: As in ``Plan.keep``; what the profile does not know the costs of is taken as recomputed in full.
 
     Raises:
         OptionError: A name is neither a block nor a part of one, stands twice, a group is not of neighbours, or names
@@ -47,7 +57,7 @@ def segments_of(chain: Chain, recompute: Sequence[Entry]) -> tuple[Segment, ...]
         raise OptionError("recompute has an empty group. Name the modules of each group.")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise OptionError(f"recompute names {format_names(twice)} twice. Name each module once.")
-    segments, inside = [], dict[str, list[str]]()
+    segments, inside, kept = [], dict[str, list[str]](), dict(keep)
     for entry in entries:
         parts = [name for name in entry if name not in chain.calls]
         if parts and len(entry) > 1:
@@ -57,6 +67,8 @@ def segments_of(chain: Chain, recompute: Sequence[Entry]) -> tuple[Segment, ...]
             )
         if parts:
             inside.setdefault(block_of[entry[0]], []).extend(parts)
+        elif (word := kept.get(entry[0])) and (but_kept := _segments_but_kept(chain, entry[0], word)):
+            segments += but_kept
         else:
             segments += _segments_of_blocks(chain, entry)
     for block, parts in inside.items():
@@ -70,7 +82,7 @@ def _blocks_of_parts(chain: Chain) -> dict[str, str]:
         name: slot.name
         for slot, choices in zip(chain.slots, chain.choices, strict=True)
         for segment in choices
-        if segment.part != WHOLE and slot.name is not None
+        if segment.part != WHOLE and slot.name is not None and not slot.parts[segment.part].keep
         for name in slot.parts[segment.part].names
     }
 
@@ -100,6 +112,15 @@ def _segments_of_blocks(chain: Chain, entry: list[str]) -> list[Segment]:
     return segments
 
 
+def _segments_but_kept(chain: Chain, block: str, word: str) -> list[Segment]:
+    return [
+        segment
+        for call in chain.calls[block]
+        for segment in chain.choices[call]
+        if segment.part != WHOLE and chain.slots[call].parts[segment.part].keep == word
+    ]
+
+
 def _segments_of_part(chain: Chain, block: str, names: list[str], *, is_whole: bool) -> list[Segment]:
     if is_whole:
         raise OptionError(
@@ -108,7 +129,7 @@ def _segments_of_part(chain: Chain, block: str, names: list[str], *, is_whole: b
     found, known = [], dict[tuple[str, ...], None]()
     for call in chain.calls[block]:
         for segment in chain.choices[call]:
-            if segment.part != WHOLE:
+            if segment.part != WHOLE and not chain.slots[call].parts[segment.part].keep:
                 part = chain.slots[call].parts[segment.part].names
                 known[part] = None
                 found += [segment] if set(part) == set(names) else []

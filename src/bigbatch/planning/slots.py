@@ -13,7 +13,6 @@ from bigbatch.planning.costs import Line, Part, Slot
 _LEAST_FREED = 0.1
 """Of what a block saves: a part that frees less is not worth a choice."""
 _MOST_CHILDREN = 3
-MAY_KEEP = False
 _LEAST_SPARED = 0.05
 """Of the time of recomputing all of a block: what keeping some operations must spare."""
 
@@ -290,11 +289,9 @@ def _parts(small: _Stretch, large: _Stretch, sizes: Sequence[int], may_recompute
     return tuple(parts)
 
 
-def _but_kept(
-    small: _Stretch, large: _Stretch, sizes: Sequence[int], may_recompute: Collection[str]
-) -> Iterator[Part]:
-    """All of a block but the operations that a word of ``Plan.keep`` keeps, where that frees something and saves time."""
-    if large.name not in may_recompute or not MAY_KEEP:
+def _but_kept(small: _Stretch, large: _Stretch, sizes: Sequence[int], may_recompute: Collection[str]) -> Iterator[Part]:
+    """All of a block but the operations that a word of ``Plan.keep`` keeps, where that frees bytes and saves time."""
+    if large.name is None or large.name not in may_recompute:
         return
     for word, made in large.made.items():
         held = {**large.inputs, **made}

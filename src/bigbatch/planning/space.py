@@ -12,7 +12,7 @@ from bigbatch.errors import OptionError
 from bigbatch.planning.chain import Chain, Segment
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.grouping import QUICK_WORK, WORK, cheapest, leanest, least_added
-from bigbatch.planning.naming import names_of, segments_of
+from bigbatch.planning.naming import keep_of, names_of, segments_of
 from bigbatch.planning.seconds import seconds_without_recompute
 from bigbatch.planning.simulate import Simulation
 from bigbatch.values import Plan, check_positive
@@ -82,6 +82,7 @@ class Space:
             micro_batch_size=choice.micro_batch_size,
             accumulation_steps=len(simulation.sizes),
             recompute=names_of(self.chain, choice.segments),
+            keep=keep_of(self.chain, choice.segments),
             peak_bytes=simulation.peak_of(choice.segments),
             step_seconds=choice.seconds,
             budget_bytes=budget_bytes,

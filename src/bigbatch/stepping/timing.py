@@ -28,7 +28,7 @@ _ENOUGH_SECONDS = 0.3
 _MOST_TRIES = 5
 _PAIRS = 4
 _LEAST_SECONDS = 1e-9
-_LEAST_SHARE, _MOST_SHARE = 0.2, 3.0
+_LEAST_SHARE, _MOST_SHARE = 0.2, 5.0
 """Of a second forward in the time of a first one; what is outside was disturbed."""
 
 
@@ -61,8 +61,7 @@ def timed(
             again = [slot.forward_seconds for slot in slots if slot.may_recompute]
             times = {size: seconds - sum(line.at(size) for line in again) for size, seconds in times.items()}
         else:
-            share = _share_of_forward(clock, slots, everything, sorted(times)[:2][-1])
-            slots = [_with_share(slot, share) for slot in slots]
+            slots = _with_what_it_really_takes(clock, slots, everything, sorted(times)[:2][-1])
     return replace(
         profile,
         slots=tuple(slots),
@@ -158,26 +157,40 @@ def _least(clock: _Clock, size: int, blocks: set[str]) -> list[SlotSeconds]:
     return seconds_of_slots(min(runs, key=lambda micro_batch: micro_batch.seconds), blocks)
 
 
-def _with_share(slot: Slot, share: float) -> Slot:
-    def scaled(line: Line) -> Line:
-        return Line(line.fixed * share, line.per_sample * share)
-
-    return replace(
-        slot,
-        forward_seconds=scaled(slot.forward_seconds),
-        recompute_seconds=scaled(slot.recompute_seconds),
-        parts=tuple(replace(part, recompute_seconds=scaled(part.recompute_seconds)) for part in slot.parts),
-    )
-
-
-def _share_of_forward(clock: _Clock, slots: list[Slot], everything: tuple[str, ...], size: int) -> float:
-    """What recomputing all blocks really adds, in terms of what their forwards took."""
+def _with_what_it_really_takes(clock: _Clock, slots: list[Slot], everything: tuple[str, ...], size: int) -> list[Slot]:
+    """The slots with recompute as slow as it is when all blocks are recomputed; the same for each word of ``keep``."""
     expected = sum(slot.recompute_seconds.at(size) for slot in slots if slot.may_recompute)
-    if not everything or expected <= 0:
+    share = _share(clock, Plan(micro_batch_size=size, recompute=everything), expected)
+    shares = {"": share}
+    for word in dict.fromkeys(part.keep for slot in slots for part in slot.parts if part.keep):
+        kept = {part.names[0]: part for slot in slots for part in slot.parts if part.keep == word}
+        plan = Plan(micro_batch_size=size, recompute=tuple(kept), keep=tuple((name, word) for name in kept))
+        shares[word] = _share(clock, plan, sum(part.recompute_seconds.at(size) for part in kept.values()))
+    return [
+        replace(
+            slot,
+            forward_seconds=_scaled(slot.forward_seconds, share),
+            recompute_seconds=_scaled(slot.recompute_seconds, share),
+            parts=tuple(
+                replace(part, recompute_seconds=_scaled(part.recompute_seconds, shares[part.keep]))
+                for part in slot.parts
+            ),
+        )
+        for slot in slots
+    ]
+
+
+def _scaled(line: Line, share: float) -> Line:
+    return Line(line.fixed * share, line.per_sample * share)
+
+
+def _share(clock: _Clock, plan: Plan, expected: float) -> float:
+    """What a plan really adds to a micro-batch, in terms of what was expected."""
+    if not plan.recompute or expected <= 0:
         return 1.0
-    plain, recomputed = [], []
+    size, plain, recomputed = plan.micro_batch_size, [], []
     for _ in range(_PAIRS):
         plain.append(clock.run(size).seconds)
-        with apply_quietly(Plan(micro_batch_size=size, recompute=everything), clock.model):
+        with apply_quietly(plan, clock.model):
             recomputed.append(clock.run(size).seconds)
     return min(max((min(recomputed) - min(plain)) / expected, _LEAST_SHARE), _MOST_SHARE)
