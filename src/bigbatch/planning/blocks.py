@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bigbatch.memory.events import Event
@@ -29,14 +29,21 @@ class Node:
     is_list: bool = False
 
 
-def find_blocks(tree: Mapping[str, Node], forward: Sequence[Event]) -> list[str]:
+def find_blocks(tree: Mapping[str, Node], forward: Sequence[Event], wanted: Collection[str] = ()) -> list[str]:
     """Names of the blocks, none inside another: the entries of lists of modules, or the large parts of others.
 
     Args:
         tree: All modules by name; ``""`` is the model.
         forward: Events of one forward.
+        wanted: Modules that are blocks in any case.
     """
-    return _Finder(tree, forward).open("")
+    found = [name for name in _Finder(tree, forward).open("") if not any(_overlap(name, other) for other in wanted)]
+    return [*found, *(name for name in wanted if name in tree)]
+
+
+def _overlap(name: str, other: str) -> bool:
+    """Whether one is the other or inside it."""
+    return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
 
 
 class _Finder:

@@ -36,6 +36,9 @@ def search(
 ) -> Plan:
     """The plan of least seconds whose peak, with the workspace of kernels, is at most ``budget_bytes * (1 - margin)``.
 
+    With BatchNorm and measured times, a plan of larger micro-batches is taken that is slower by no more than 1 %: their
+    statistics are nearer to those of the whole batch.
+
     Args:
         profile: What the model costs.
         batch_size: Samples in a step.
@@ -57,7 +60,7 @@ def search(
         choice = space.smallest()
         if choice.needed_bytes > limit:
             raise _nothing_fits(space, choice, budget_bytes, margin)
-    return space.plan(space.leaner(choice), budget_bytes)
+    return space.plan(space.leaner(space.of_more_samples(choice, limit)), budget_bytes)
 
 
 def frontier(

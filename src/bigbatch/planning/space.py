@@ -18,6 +18,9 @@ from bigbatch.planning.simulate import Simulation
 from bigbatch.values import Plan, check_positive
 
 _TIES = 3
+_ABOUT = 1.01
+"""Times that differ by less cannot be told apart where they were measured."""
+_LARGER_CUTS = 16
 _SAME = 1 + 1e-12
 _BETTER = 1 - 1e-9
 
@@ -128,6 +131,20 @@ class Space:
                 found.append(choice)
                 best = choice if best is None else min(best, choice)
         return best, found
+
+    def of_more_samples(self, choice: Choice, limit: float) -> Choice:
+        """Of choices about as fast, one of larger micro-batches, where layers normalise by their statistics.
+
+        Only where times were measured: estimated ones differ as exactly as they are computed.
+        """
+        if self.profile.smallest_micro_batch == 1 or self.profile.timing != "measured":
+            return choice
+        seconds = choice.seconds * _ABOUT
+        for size in sorted((size for size in self.cuts if size > choice.micro_batch_size), reverse=True)[:_LARGER_CUTS]:
+            found = self._fastest_of(size, limit, seconds, QUICK_WORK)
+            if found is not None and found.seconds <= seconds:
+                return found
+        return choice
 
     def leaner(self, choice: Choice) -> Choice:
         """A choice that is as fast and needs less, as far as one is found: of equal blocks, it matters which ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -136,7 +136,7 @@ def plan(
             recompute=recompute,
         )
         return replace(found, budget_bytes=budget_bytes)
-    planner = _planner(profile_or_model, loss_fn, batch, optimizer, device, card, options)
+    planner = _planner(profile_or_model, loss_fn, batch, optimizer, device, card, options, _names_in(recompute))
     num_samples = batch_size or planner.num_samples
     try:
         costs = planner.timed(num_samples, budget_bytes) if calibrate else planner.traced
@@ -148,8 +148,21 @@ def plan(
         return planner.by_trying(num_samples, budget_bytes, micro_batch_size, recompute)
 
 
+def _names_in(recompute: Recompute) -> list[str]:
+    """The modules that are held, of which it must be known what recomputing them costs."""
+    entries = [] if recompute is None or isinstance(recompute, str) else recompute
+    return [name for entry in entries for name in ([entry] if isinstance(entry, str) else entry)]
+
+
 def _planner(
-    model: Any, loss_fn: Any, batch: Any, optimizer: Any, device: str | None, card: Any, options: dict[str, Any]
+    model: Any,
+    loss_fn: Any,
+    batch: Any,
+    optimizer: Any,
+    device: str | None,
+    card: Any,
+    options: dict[str, Any],
+    blocks: Sequence[str] = (),
 ) -> Planner:
     if device not in (None, "cpu", "cuda"):
         raise OptionError(f'device={device!r}; it is "cpu", "cuda", or None for where the model is.')
@@ -162,7 +175,7 @@ def _planner(
     # One without state and temporaries stands for "no optimizer".
     optimizer = optimizer if optimizer is not None else torch.optim.SGD(model.parameters(), lr=0.0)
     found = find_card(card) if isinstance(card, str) else card
-    return Planner(Step(model, loss_fn, optimizer, **options), batch, device=device, card=found)
+    return Planner(Step(model, loss_fn, optimizer, **options), batch, device=device, card=found, blocks=blocks)
 
 
 def _measured(planner: Planner, why: str) -> MemoryProfile:

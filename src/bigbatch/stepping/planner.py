@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -101,19 +101,29 @@ class Planner:
         batch: An example of what the step gets; its samples are repeated where more are needed.
         device: "cpu" or "cuda": where it will run; None: where the model is.
         card: What the device can do, for models that cannot be timed.
+        blocks: Names of modules that are to be recomputed.
 
     Attributes:
         margin: Share of the budget that plans leave free.
     """
 
-    def __init__(self, step: Step, batch: Any, *, device: str | None = None, card: Card | None = None):
+    def __init__(
+        self,
+        step: Step,
+        batch: Any,
+        *,
+        device: str | None = None,
+        card: Card | None = None,
+        blocks: Sequence[str] = (),
+    ):
         sizing.check_can_be_cut(step, batch)
         self.step = step
         self.batch = batch
+        self._blocks = blocks
         self.margin = MARGIN
         self.num_samples = num_samples_of(batch, step.options)
         here = step.accumulator.device.type
-        self.device = device or ("cuda" if here == "cuda" or card and card.name != "cpu" else "cpu")
+        self.device = device or ("cuda" if here == "cuda" or (card and card.name != "cpu") else "cpu")
         self.can_run = here == self.device
         self._workspaces: dict[Any, int] = {}  # by micro-batch size and what is recomputed
         self.card = card or find_card("cpu" if self.device == "cpu" else _DEFAULT_CARD)
@@ -162,7 +172,7 @@ class Planner:
         Raises:
             TraceError: Fake tensors cannot follow the model.
         """
-        return profile_of(self.step, self.shadow, self.batch, price=Roofline(self.card))
+        return profile_of(self.step, self.shadow, self.batch, price=Roofline(self.card), wanted=self._blocks)
 
     def fits_directly(self, budget_bytes: int) -> bool:
         """Whether the whole batch is expected to fit at once, with nothing recomputed."""
@@ -245,7 +255,6 @@ class Planner:
         Raises:
             BudgetError: There is none.
         """
-
         budget = UNLIMITED if budget_bytes is None else budget_bytes
 
         def choose(target: int) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,14 @@ _SIZES = (2, 32)
 A peak is the largest of several lines, so the two should lie on either side of the sizes that matter."""
 
 
-def profile_of(step: Step, shadow: Shadow, batch: Any, *, price: Price | None = None) -> MemoryProfile:
+def profile_of(
+    step: Step, shadow: Shadow, batch: Any, *, price: Price | None = None, wanted: Collection[str] = ()
+) -> MemoryProfile:
     """Trace the step twice, with a small and a large micro-batch in either order.
+
+    Args:
+        price: See ``FakeRecorder``.
+        wanted: Modules that are to be blocks, whatever else is.
 
     Raises:
         TraceError: Fake tensors cannot follow it, or it is another one for each size.
@@ -45,7 +51,7 @@ def profile_of(step: Step, shadow: Shadow, batch: Any, *, price: Price | None = 
     first_large, later_small = micro_batches(down.events, down.sizes)
     traced = Traced(first=(first_small, first_large), later=(later_small, later_large))
     tree = _tree_of(shadow.step.model)
-    blocks = {name: tree[name].kind for name in find_blocks(tree, later_small.forward)}
+    blocks = {name: tree[name].kind for name in find_blocks(tree, later_small.forward, wanted)}
     try:
         may_recompute = _may_recompute(shadow, {name: tree[name].children for name in blocks})
         storages, slots = read_slots(traced, blocks, may_recompute, _neighbours(tree))

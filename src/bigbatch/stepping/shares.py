@@ -103,7 +103,7 @@ class Shares:
             return self._mean_share(account, term, piece)
         if term.kind == "constant" and account.values:
             return None
-        account.values.append(term.value.detach())
+        account.values.append(_number_of(term.value))
         account.coefficients.append(1.0)
         return Share(None, term.value, 1.0)
 
@@ -112,7 +112,7 @@ class Shares:
         weight = piece.weights[key]
         if weight == 0:
             return None  # the mean over nothing is 0 / 0, which must not reach the sum
-        account.values.append(term.value.detach())
+        account.values.append(_number_of(term.value))
         account.coefficients.append(weight)
         if self._totals is not None:
             return Share(None, term.value, weight / self._totals[key])
@@ -121,7 +121,7 @@ class Shares:
         return Share(term.name, term.value, weight / account.provisional)
 
     def _ratio_share(self, account: _Account, term: Term, piece: Piece) -> Share:
-        value = term.value.detach()
+        value = _number_of(term.value)
         denominator = torch.as_tensor(term.denominator, dtype=at_least_float32(value.dtype), device=value.device)
         if not account.values:
             # On the device: the host does not know the denominator, and need not.
@@ -230,3 +230,9 @@ def _total(denominators: list[torch.Tensor]) -> torch.Tensor:
 
 def _list(kinds: list[tuple[str, Kind]]) -> str:
     return ", ".join(f"{name!r} ({kind})" for name, kind in kinds)
+
+
+def _number_of(value: torch.Tensor) -> torch.Tensor:
+    """The number without its graph; and without what some kernels (``mse_loss``) leave in its storage, all outputs."""
+    number = value.detach()
+    return number if number.untyped_storage().nbytes() == number.nbytes else number.clone()
