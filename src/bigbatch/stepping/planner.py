@@ -330,8 +330,8 @@ class Planner:
         modules = f" with {num_modules} module{'s' if num_modules > 1 else ''} recomputed" if num_modules else ""
         free = f", of which {self.margin:.0%} is kept free" if self.margin else ""
         raise BudgetError(
-            f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {plan.micro_batch_size}{modules} need "
-            f"{format_bytes(smallest_bytes)}{free}. Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}, "
+            f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {plan.micro_batch_size}{modules} "
+            f"need {format_bytes(smallest_bytes)}{free}. Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}, "
             f"or see docs/planning.md for what else can give way.",
             smallest_bytes,
             budget_bytes,
