@@ -50,7 +50,7 @@ def find_workspace(step: Step, batch: Any, shadow: Shadow, profile: MemoryProfil
     busy = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     if not plans or (busy and step.accumulator.device.type == "cpu"):
         return NOTHING
-    sizes, shadow.workspaces = _measured(step, batch, plans[0], most, fits)
+    sizes, shadow.workspaces = _measured(step, batch, plans[0], profile.smallest_micro_batch, most, fits)
     if not any(known for _, known in shadow.workspaces):
         return NOTHING
     found = [(size, max(_beyond_tensors(shadow, size, plan) for plan in plans)) for size in sizes]
@@ -74,12 +74,16 @@ def _plans(shadow: Shadow, profile: MemoryProfile, most: int, fits: Fits) -> Ite
 
 
 def _measured(
-    step: Step, batch: Any, plan: Plan, most: int, fits: Fits
+    step: Step, batch: Any, plan: Plan, smallest: int, most: int, fits: Fits
 ) -> tuple[list[int], tuple[tuple[int, Workspaces], ...]]:
     """The sizes that were run, and what kernels need in micro-batches of so many samples and more."""
     with put_back_afterwards(step), without_compiled_code(step.model), apply(plan, step.model):
+
+        def kernels_of(size: int) -> tuple[list[tuple[Kernel, float]], float]:
+            return _kernels(step, micro_batch_of(batch, size, step.options))
+
         size = min(_SMALL, most)
-        small, seconds = _kernels(step, micro_batch_of(batch, size, step.options))
+        small, seconds = kernels_of(size)
 
         def may_run(larger: int) -> bool:
             is_slow = larger > 2 * size and seconds * larger / size > _MOST_SECONDS
@@ -87,8 +91,9 @@ def _measured(
 
         sizes = [larger for larger in (min(_LARGE, most), 2 * size) if may_run(larger)][:1]
         sizes += [_MANY] if may_run(_MANY) else []
-        calls = [_kernels(step, micro_batch_of(batch, larger, step.options))[0] for larger in sizes]
-    found = [(1, Workspaces(small, calls[0] if calls else small))]
+        calls = [kernels_of(larger)[0] for larger in sizes]
+        single = kernels_of(1)[0] if smallest < size else small
+    found = [(1, Workspaces(single, single)), (size, Workspaces(small, calls[0] if calls else small))]
     if sizes[-1:] == [_MANY]:
         found.append((_MANY, Workspaces([(kernel, 0.0) for kernel, _ in small], calls[-1])))
     return [size, *sizes], tuple(found)
