@@ -37,11 +37,10 @@ RECOMPUTE = ("none", "every block", "every second block", "planned")
 DEPENDS_ON_DATA = "mixture of experts, by index"  # its memory is not known before it runs
 GIB = 2**30
 LARGEST_BYTES = 3 * GIB
-NUM_LARGE = 6
-"""Large configurations of each model."""
-NUM_PROCESSES = 3
-"""Of those, how many run in a process of their own too."""
+NUM_LARGE = 5
+"""Configurations of 1 GiB or more, of each model."""
 NUM_PROCESSES_MINILM = 2
+"""Of the small model; others are lost among what a process holds anyway."""
 
 
 class Configuration(NamedTuple):
@@ -179,14 +178,24 @@ def small_configurations() -> Iterator[Configuration]:
 
 
 def large_candidates(name: str) -> Iterator[Configuration]:
-    """Configurations of a large model that may need 1 GiB, one micro-batch and two in turn."""
-    optimizers = list(OPTIMIZERS)
-    m = list(models("large")).index(name)
-    for s, size in enumerate((8, 16)):
-        for r, recompute in enumerate(RECOMPUTE):
-            optimizer = optimizers[(m + s + r) % len(optimizers)]
-            yield Configuration("large", name, optimizer, size, recompute, size * (1 + (m + s + r) % 2))
-    yield from (Configuration("large", name, optimizer, 16, "none", 16) for optimizer in optimizers)
+    """Configurations of a large model that may need 1 GiB, in one micro-batch and in two."""
+    optimizer = _optimizer_of(name)
+    for recompute in RECOMPUTE:
+        yield Configuration("large", name, optimizer, 16, recompute, 16)
+    for recompute in RECOMPUTE:
+        yield Configuration("large", name, optimizer, 8, recompute, 16)
+    for recompute in RECOMPUTE:
+        yield Configuration("large", name, optimizer, 16, recompute, 32)
+
+
+def process_configurations(name: str) -> Iterator[Configuration]:
+    """Configurations of a large model that run in a process of their own too."""
+    yield Configuration("large", name, _optimizer_of(name), 2, "none", 2)
+    yield Configuration("large", name, _optimizer_of(name), 4, "every second block", 4)
+
+
+def _optimizer_of(name: str) -> str:
+    return list(OPTIMIZERS)[list(models("large")).index(name) % len(OPTIMIZERS)]
 
 
 class Results:
@@ -217,32 +226,30 @@ def run_small(results: Results, configurations: Iterable[Configuration]) -> None
     for key in dict.fromkeys(configuration[:3] for configuration in missing):
         bench = Bench(*key)
         for configuration in (c for c in missing if c[:3] == key):
-            # Other small models are lost among what a process holds anyway.
             in_process = configuration.model == "minilm" and of_minilm < NUM_PROCESSES_MINILM
             of_minilm += in_process
             results.add(bench.row(configuration, in_process=in_process))
 
 
 def run_large(results: Results, name: str) -> None:
-    """Measure the first that are expected to need 1 GiB."""
-    benches: dict[str, Bench] = {}
-    found = [row for row in results.rows.values() if row.configuration[:2] == ("large", name)]
-    num_processes = sum(row.process_bytes is not None for row in found)
-    candidates = dict.fromkeys(large_candidates(name))
-    for configuration in (c for c in candidates if c not in results.rows):
-        if len(found) >= NUM_LARGE:
+    """Measure the first that are expected to need 1 GiB, and those that are compared with process memory."""
+    wanted = [c for c in process_configurations(name) if c not in results.rows]
+    missing = [c for c in large_candidates(name) if c not in results.rows]
+    found = sum(
+        row.configuration[:2] == ("large", name) and row.predicted_bytes >= GIB for row in results.rows.values()
+    )
+    if not wanted and found >= NUM_LARGE:
+        return
+    bench = Bench("large", name, _optimizer_of(name))
+    for configuration in wanted:
+        results.add(bench.row(configuration, in_process=True))
+    for configuration in missing:
+        if found >= NUM_LARGE:
             return
-        key = configuration.optimizer
-        if key not in benches:
-            benches.clear()
-            benches[key] = Bench("large", name, key)
-        bench = benches[key]
         predicted = bench.planner.peak_bytes(bench.plan(configuration), configuration.batch_size)
         if GIB <= predicted <= LARGEST_BYTES:
-            in_process = num_processes < NUM_PROCESSES
-            found.append(bench.row(configuration, in_process=in_process))
-            num_processes += in_process
-            results.add(found[-1])
+            results.add(bench.row(configuration))
+            found += 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
