@@ -4,7 +4,7 @@
 PLAN = gpt2 --batch-size 64 --memory-budget 4GiB --card rtx4090
 TRAIN = digits --batch-size 512 --memory-budget 64MiB --threads 1 --compare
 
-.PHONY: train test slow torture benchmark pictures clean
+.PHONY: train test slow torture benchmark accuracy pictures clean
 
 train: .venv/installed-for-train
 	.venv/bin/python -m bigbatch train $(TRAIN)
@@ -28,6 +28,11 @@ torture: .venv/installed-for-test
 
 benchmark: .venv/installed-for-test
 	.venv/bin/python benchmarks/overhead.py
+
+# Long: more than an hour, and up to 6 GB of memory. Results are kept, so that it may be interrupted.
+accuracy: .venv/installed-for-test
+	.venv/bin/python -m benchmarks.planner.accuracy --results accuracy.jsonl --write docs/accuracy.md
+	.venv/bin/python -m benchmarks.planner.budgets
 
 # Those of README and docs: times are estimated, so that every machine makes the same ones.
 pictures: .venv/installed-for-test
