@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bigbatch.batch.logical import LogicalBatch
 from bigbatch.batch.resizing import micro_batch_of
@@ -20,16 +20,20 @@ from bigbatch.values import Plan
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
 
-_MOST_SECONDS = 20.0
+_MOST_SECONDS = 10.0
 """No larger micro-batch is timed when those before took so long in all."""
 _SAME_SPEED = 0.02
 """Where a sample gets faster by less than this from one size to the next, larger ones bring nothing."""
+_CLOSE = 0.1
+_QUICK_SECONDS = 0.2
 _ENOUGH_SECONDS = 0.3
 _MOST_TRIES = 5
-_PAIRS = 4
+_PAIRS = 3
 _LEAST_SECONDS = 1e-9
-_LEAST_SHARE, _MOST_SHARE = 0.2, 5.0
+_LEAST_SHARE, _MOST_SHARE = 0.2, 3.0
 """Of a second forward in the time of a first one; what is outside was disturbed."""
+
+Sizes = tuple[int, int]
 
 
 def timed(
@@ -61,7 +65,8 @@ def timed(
             again = [slot.forward_seconds for slot in slots if slot.may_recompute]
             times = {size: seconds - sum(line.at(size) for line in again) for size, seconds in times.items()}
         else:
-            slots = _with_what_it_really_takes(clock, slots, everything, sorted(times)[:2][-1])
+            times |= _again(clock, times)
+            slots = _with_what_it_really_takes(clock, slots, everything, _two_sizes(times))
     return replace(
         profile,
         slots=tuple(slots),
@@ -117,6 +122,24 @@ def _ladder(clock: _Clock, smallest: int, most: int, fits: Callable[[int], bool]
     return times
 
 
+def _again(clock: _Clock, times: dict[int, float]) -> dict[int, float]:
+    """Times of the sizes that are nearly the fastest for a sample, from more tries that take turns."""
+    best = min(seconds / size for size, seconds in times.items())
+    close = {size: seconds for size, seconds in times.items() if seconds / size < (1 + _CLOSE) * best}
+    began = time.perf_counter()
+    for _ in range(_MOST_TRIES):
+        if time.perf_counter() - began > _MOST_SECONDS / 4:
+            break
+        close = {size: min(seconds, clock.run(size).seconds) for size, seconds in close.items()}
+    return close
+
+
+def _two_sizes(times: dict[int, float]) -> Sizes:
+    """The smallest that was timed, and the largest that takes no long time to try some times."""
+    quick = [size for size, seconds in times.items() if seconds < _QUICK_SECONDS]
+    return min(times), max(quick, default=min(times))
+
+
 def _timed_slots(clock: _Clock, profile: MemoryProfile, sizes: tuple[int, int]) -> list[Slot]:
     """The slots with seconds that were measured."""
     blocks = {slot.name for slot in profile.slots if slot.name is not None}
@@ -127,7 +150,7 @@ def _timed_slots(clock: _Clock, profile: MemoryProfile, sizes: tuple[int, int]) 
     def line(seconds: float, other: float) -> Line:
         if size == other_size:
             return Line(0.0, min(seconds, other) / size)
-        return Line.through((size, seconds), (other_size, other))
+        return Line.through((size, min(seconds, other)), (other_size, other))
 
     def of_part(slot: Slot, part: Part, one: SlotSeconds, two: SlotSeconds) -> Line:
         if not part.keep:
@@ -157,40 +180,60 @@ def _least(clock: _Clock, size: int, blocks: set[str]) -> list[SlotSeconds]:
     return seconds_of_slots(min(runs, key=lambda micro_batch: micro_batch.seconds), blocks)
 
 
-def _with_what_it_really_takes(clock: _Clock, slots: list[Slot], everything: tuple[str, ...], size: int) -> list[Slot]:
+def _with_what_it_really_takes(
+    clock: _Clock, slots: list[Slot], everything: tuple[str, ...], sizes: Sizes
+) -> list[Slot]:
     """The slots with recompute as slow as it is when all blocks are recomputed; the same for each word of ``keep``."""
-    expected = sum(slot.recompute_seconds.at(size) for slot in slots if slot.may_recompute)
-    share = _share(clock, Plan(micro_batch_size=size, recompute=everything), expected)
-    shares = {"": share}
+    blocks = [slot.recompute_seconds for slot in slots if slot.may_recompute]
+    real = {"": _real_seconds(clock, sizes, blocks, everything)}
     for word in dict.fromkeys(part.keep for slot in slots for part in slot.parts if part.keep):
         kept = {part.names[0]: part for slot in slots for part in slot.parts if part.keep == word}
-        plan = Plan(micro_batch_size=size, recompute=tuple(kept), keep=tuple((name, word) for name in kept))
-        shares[word] = _share(clock, plan, sum(part.recompute_seconds.at(size) for part in kept.values()))
+        keep = tuple((name, word) for name in kept)
+        real[word] = _real_seconds(clock, sizes, [part.recompute_seconds for part in kept.values()], tuple(kept), keep)
     return [
         replace(
             slot,
-            forward_seconds=_scaled(slot.forward_seconds, share),
-            recompute_seconds=_scaled(slot.recompute_seconds, share),
+            forward_seconds=real[""].of(slot.forward_seconds),
+            recompute_seconds=real[""].of(slot.recompute_seconds),
             parts=tuple(
-                replace(part, recompute_seconds=_scaled(part.recompute_seconds, shares[part.keep]))
-                for part in slot.parts
+                replace(part, recompute_seconds=real[part.keep].of(part.recompute_seconds)) for part in slot.parts
             ),
         )
         for slot in slots
     ]
 
 
-def _scaled(line: Line, share: float) -> Line:
-    return Line(line.fixed * share, line.per_sample * share)
+class _Real(NamedTuple):
+    """What recomputing a module really takes: a share of what its forward took, and something for each (hooks)."""
+
+    share: float
+    seconds: float
+
+    def of(self, line: Line) -> Line:
+        return Line(line.fixed * self.share + self.seconds, line.per_sample * self.share)
 
 
-def _share(clock: _Clock, plan: Plan, expected: float) -> float:
-    """What a plan really adds to a micro-batch, in terms of what was expected."""
-    if not plan.recompute or expected <= 0:
-        return 1.0
+def _real_seconds(
+    clock: _Clock, sizes: Sizes, expected: list[Line], names: tuple[str, ...], keep: tuple[tuple[str, str], ...] = ()
+) -> _Real:
+    """From what recomputing all of these adds to micro-batches of two sizes."""
+    if not names:
+        return _Real(1.0, 0.0)
+    found = []
+    for size in sizes:
+        plan = Plan(micro_batch_size=size, recompute=names, keep=keep)
+        found.append((sum(line.at(size) for line in expected), _added(clock, plan)))
+    (one, added), (two, other_added) = found
+    share = (other_added - added) / (two - one) if two > one else other_added / max(two, _LEAST_SECONDS)
+    share = min(max(share, _LEAST_SHARE), _MOST_SHARE)
+    return _Real(share, max(0.0, (added - share * one) / len(names)))
+
+
+def _added(clock: _Clock, plan: Plan) -> float:
+    """Seconds that a plan adds to a micro-batch."""
     size, plain, recomputed = plan.micro_batch_size, [], []
     for _ in range(_PAIRS):
         plain.append(clock.run(size).seconds)
         with apply_quietly(plan, clock.model):
             recomputed.append(clock.run(size).seconds)
-    return min(max((min(recomputed) - min(plain)) / expected, _LEAST_SHARE), _MOST_SHARE)
+    return max(0.0, min(recomputed) - min(plain))
