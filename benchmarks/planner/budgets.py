@@ -260,7 +260,7 @@ def verdict(search: Search) -> str:
     planned = search.smallest_bytes * (1 - MARGIN)
     return (
         f"{search.model}, {search.batch_size} samples: the leanest of {search.num_choices} choices needs "
-        f"{search.least_bytes:,} bytes, the planner's leanest {planned:,.0f} ({planned / search.least_bytes - 1:+.4%}): "
+        f"{search.least_bytes:,} bytes, the planner's {planned:,.0f} ({planned / search.least_bytes - 1:+.4%}): "
         f"{'right' if search.is_right else 'WRONG'}."
     )
 
