@@ -56,12 +56,20 @@ class BudgetError(BigBatchError, MemoryError):
     Attributes:
         smallest_bytes: The smallest peak that was found, in bytes; None when even that ran out of memory.
         budget_bytes: The budget it was held against, in bytes; None when that was all the memory there is.
+        what_else: What else would help, each a sentence with its bytes, the most helpful first.
     """
 
-    def __init__(self, message: str, smallest_bytes: int | None, budget_bytes: int | None):
+    def __init__(
+        self,
+        message: str,
+        smallest_bytes: int | None,
+        budget_bytes: int | None,
+        what_else: tuple[str, ...] = (),
+    ):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.budget_bytes = budget_bytes
+        self.what_else = what_else
 
 
 class StateLostError(BigBatchError, RuntimeError):

@@ -6,7 +6,7 @@ import pytest
 
 import bigbatch as bb
 from bigbatch.batch.sizes import micro_batch_sizes
-from bigbatch.planning.advice import Relief, smallest_bytes, what_else, wrong_tool
+from bigbatch.planning.advice import Relief, smallest_bytes, what_else, with_advice, wrong_tool
 from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.search import frontier, search
 from bigbatch.planning.simulate import peak_bytes
@@ -191,3 +191,16 @@ def test_the_frontier_begins_at_the_smallest_peak():
     sizes = micro_batch_sizes(8, leanest.micro_batch_size)
 
     assert peak_bytes(profile, sizes, leanest.recompute) + 7 == smallest_bytes(profile, 8)
+
+
+def test_an_error_comes_with_what_else_would_help():
+    profile = make_profile()
+    error = bb.BudgetError("No plan fits.", smallest_bytes=2_000, budget_bytes=1_000)
+
+    found = with_advice(error, profile, batch_size=8)
+
+    assert found.what_else == tuple(map(str, what_else(profile, batch_size=8, budget_bytes=1_000)))
+    assert found.what_else
+    assert str(found).splitlines() == ["No plan fits.", "What else would help:", *(f"  {t}" for t in found.what_else)]
+    assert (found.smallest_bytes, found.budget_bytes) == (2_000, 1_000)
+    assert with_advice(found, profile, batch_size=8) is found  # once

@@ -8,10 +8,9 @@ import pytest
 from rich.console import Console
 
 import bigbatch as bb
-from bigbatch.planning.advice import Relief
 from bigbatch.planning.explanation import explain
 from bigbatch.planning.search import frontier
-from bigbatch.reporting.plan_text import Planned, num_recomputed, plan_report, recompute_text, what_else_text
+from bigbatch.reporting.plan_text import Planned, num_recomputed, plan_report, recompute_text
 from bigbatch.units import format_bytes
 from tests.planning.profiles import equal_blocks
 
@@ -138,12 +137,3 @@ def test_what_is_recomputed_is_told_briefly():
     assert recompute_text(GROUPED, num_blocks=8) == "3 of 8 modules: blocks.0, blocks.1 to blocks.2 as one"
     assert recompute_text(many) == "20 modules: b.0, b.1, b.2, b.3, b.4, b.5 and 14 more"
     assert recompute_text(bb.Plan(micro_batch_size=1, recompute=("a",))) == "1 module: a"
-
-
-def test_what_else_has_its_bytes():
-    relief = Relief("bf16 autocast", 2 * 2**30, 6 * 2**30, True, 'precision="bf16".')
-
-    text = what_else_text([relief])
-
-    assert text.splitlines()[1] == '  bf16 autocast saves about 2.00 GiB, and that is enough: precision="bf16".'
-    assert what_else_text([]) == "Nothing else that is known here would help."

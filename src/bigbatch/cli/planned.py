@@ -16,13 +16,13 @@ from torch import nn
 
 import bigbatch as bb
 from bigbatch.errors import BudgetError, OptionError, TaskError, TraceError, warn
-from bigbatch.planning.advice import what_else, wrong_tool
+from bigbatch.planning.advice import what_else, with_advice, wrong_tool
 from bigbatch.planning.cards import Card, find_card, parse_peak
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.explanation import explain
 from bigbatch.planning.search import Recompute, frontier
 from bigbatch.reporting.frontier import Frontier, check_can_be_drawn, draw_frontier
-from bigbatch.reporting.plan_text import Planned, plan_report, what_else_text
+from bigbatch.reporting.plan_text import Planned, plan_report
 from bigbatch.reporting.timeline import draw_timeline
 from bigbatch.stepping.planner import Planner
 from bigbatch.stepping.step import Step
@@ -213,8 +213,8 @@ def _plan(planner: Planner, profile: MemoryProfile, model: _Model, wanted: Wante
 def _nothing_fits(
     error: BudgetError, profile: MemoryProfile, model: _Model, budget_bytes: int, *, as_json: bool
 ) -> BudgetError:
-    reliefs = what_else(profile, batch_size=model.batch_size, budget_bytes=budget_bytes)
     if as_json:
+        reliefs = what_else(profile, batch_size=model.batch_size, budget_bytes=budget_bytes)
         found = {
             "error": str(error),
             "smallest_bytes": error.smallest_bytes,
@@ -222,7 +222,7 @@ def _nothing_fits(
             "what_else": [dataclasses.asdict(relief) for relief in reliefs],
         }
         print(json.dumps(found, indent=2))
-    return BudgetError(f"{error}\n{what_else_text(reliefs)}", error.smallest_bytes, budget_bytes)
+    return with_advice(error, profile, model.batch_size)
 
 
 def _what_runs(plan: Plan) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bigbatch.batch.sizes import micro_batch_sizes, part_sizes
+from bigbatch.errors import BudgetError
 from bigbatch.planning.costs import Line, MemoryProfile, Slot
 from bigbatch.planning.grouping import leanest
 from bigbatch.planning.search import MARGIN
@@ -68,6 +69,16 @@ def what_else(profile: MemoryProfile, *, batch_size: int, budget_bytes: int) -> 
         if smallest < now:
             found.append(Relief(name, now - smallest, smallest, smallest <= budget_bytes * (1 - MARGIN), how))
     return tuple(sorted(found, key=lambda relief: relief.smallest_bytes))
+
+
+def with_advice(error: BudgetError, profile: MemoryProfile, batch_size: int) -> BudgetError:
+    """The error with what else would help, in its text and in its ``what_else``."""
+    if error.budget_bytes is None or error.what_else:
+        return error
+    found = tuple(map(str, what_else(profile, batch_size=batch_size, budget_bytes=error.budget_bytes)))
+    first = "What else would help:" if found else "Nothing else that is known here would help."
+    text = "\n  ".join([f"{error}\n{first}", *found])
+    return BudgetError(text, error.smallest_bytes, error.budget_bytes, found)
 
 
 def smallest_bytes(profile: MemoryProfile, batch_size: int) -> int:

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.batch.sizes import micro_batch_sizes
-from bigbatch.planning.advice import Relief
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.explanation import Block, Explanation
 from bigbatch.reporting.text import identity
@@ -79,13 +78,6 @@ def plan_report(found: Planned) -> Group:
     if found.advice:
         parts.append(_titled("Is accumulation the right tool?", _lines(found.advice)))
     return Group(*parts)
-
-
-def what_else_text(reliefs: Sequence[Relief]) -> str:
-    """What helps where nothing fits, one a line."""
-    if not reliefs:
-        return "Nothing else that is known here would help."
-    return "\n".join(["What else would help:", *(f"  {relief}" for relief in reliefs)])
 
 
 def recompute_text(plan: Plan, *, num_blocks: int | None = None) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.errors import ArgumentError, OptionError, TraceError, warn
+from bigbatch.errors import ArgumentError, BudgetError, OptionError, TraceError, warn
 from bigbatch.memory.naming import unwrapped
+from bigbatch.planning.advice import with_advice
 from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import Line, MemoryProfile, Slot
 from bigbatch.planning.search import Recompute, search
@@ -128,19 +129,24 @@ def plan(
                 "A plan from a profile takes what to plan for, and the profile knows the rest: "
                 'bb.plan(profile, batch_size=64, memory_budget="8GiB").'
             )
-        found = search(
-            profile_or_model,
-            batch_size=batch_size,
-            budget_bytes=budget_bytes or UNLIMITED,
-            micro_batch_size=micro_batch_size,
-            recompute=recompute,
-        )
+        try:
+            found = search(
+                profile_or_model,
+                batch_size=batch_size,
+                budget_bytes=budget_bytes or UNLIMITED,
+                micro_batch_size=micro_batch_size,
+                recompute=recompute,
+            )
+        except BudgetError as error:
+            raise with_advice(error, profile_or_model, batch_size) from None
         return replace(found, budget_bytes=budget_bytes)
     planner = _planner(profile_or_model, loss_fn, batch, optimizer, device, card, options, _names_in(recompute))
     num_samples = batch_size or planner.num_samples
     try:
         costs = planner.timed(num_samples, budget_bytes) if calibrate else planner.traced
         return planner.plan(costs, num_samples, budget_bytes, micro_batch_size=micro_batch_size, recompute=recompute)
+    except BudgetError as error:
+        raise with_advice(error, planner.traced, num_samples) from None
     except TraceError as error:
         if not planner.can_run:
             raise

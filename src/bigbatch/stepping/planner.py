@@ -1,8 +1,7 @@
-"""The plan of a step: chosen on numbers, then traced, so that its peak is exact; and tried, when it is to be run."""
+"""The plan of a step: chosen on numbers, then traced, so that its peak is exact."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,63 +33,12 @@ from bigbatch.values import Plan
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
 
-_log = logging.getLogger("bigbatch")
-
 UNLIMITED = 2**60
 """Bytes that stand for no budget."""
 _DEFAULT_CARD = "a100-80gb"
 _MOST_ROUNDS = 8
-_STEP_DOWN = 0.2
-"""Of the budget: how much less to plan for when a plan really ran out of memory."""
 _WORTH_ANOTHER_ROUND = 0.01
 """Of the budget: when so much more was expected than is needed, there may be a faster plan."""
-
-
-def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
-    """The fastest plan for this batch whose measured peak is within the budget; see ``Step.fit``.
-
-    The plan is put on the model. Where the model cannot be traced, micro-batch sizes are tried with real tensors.
-    """
-    planner = Planner(step, batch)
-    target = budget_bytes
-    try:
-        profile = planner.traced
-        if not planner.fits_directly(budget_bytes):
-            profile = planner.timed(planner.num_samples, budget_bytes)
-        for _ in range(_MOST_ROUNDS):
-            plan = _plan_to_be_tried(planner, profile, target)
-            peak = _tried(step, batch, plan, budget_bytes)
-            if peak <= budget_bytes:
-                return replace(plan, peak_bytes=int(peak), budget_bytes=budget_bytes)
-            over = peak - budget_bytes if math.isfinite(peak) else _STEP_DOWN * target
-            target = max(1, int(target - over))
-    except TraceError as error:
-        _log.warning("The plan is found by trying, because the model cannot be traced: %s", error)
-    if step.plan is not None and step.plan.recompute:
-        apply(None, step.model)  # what an earlier plan put on, this one does not name
-    return sizing.fit(step, batch, budget_bytes)
-
-
-def _plan_to_be_tried(planner: Planner, profile: MemoryProfile, budget_bytes: int) -> Plan:
-    """The plan with a margin or, where there is none, without: it will be measured."""
-    held = planner.step.wanted_micro_batch_size
-    try:
-        return planner.plan(profile, planner.num_samples, budget_bytes, micro_batch_size=held)
-    except BudgetError:
-        planner.margin = 0.0
-        profile = replace(profile, workspace=NOTHING)
-        return planner.plan(profile, planner.num_samples, budget_bytes, micro_batch_size=held)
-
-
-def _tried(step: Step, batch: Any, plan: Plan, budget_bytes: int) -> float:
-    """Measured peak of the plan, which stays on the model if it is within the budget."""
-    recomputing, peak = apply(plan, step.model), math.inf
-    try:
-        peak = sizing.peak_or_infinite(step, batch, plan.micro_batch_size)
-    finally:
-        if peak > budget_bytes:
-            recomputing.remove()
-    return peak
 
 
 class Planner:
@@ -331,8 +279,8 @@ class Planner:
         free = f", of which {self.margin:.0%} is kept free" if self.margin else ""
         raise BudgetError(
             f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {plan.micro_batch_size}{modules} "
-            f"need {format_bytes(smallest_bytes)}{free}. Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}, "
-            f"or see docs/planning.md for what else can give way.",
+            f"need {format_bytes(smallest_bytes)}{free}. "
+            f"Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}.",
             smallest_bytes,
             budget_bytes,
         )

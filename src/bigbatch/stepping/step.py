@@ -14,7 +14,7 @@ from torch import nn
 from bigbatch.errors import GradientError, NonFiniteError, OptionError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
-from bigbatch.stepping import planner, sizing
+from bigbatch.stepping import fitting, sizing
 from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
@@ -312,7 +312,7 @@ class Step:
         """
         if self.budget_bytes is None:
             raise OptionError('The step has no memory budget; make it with memory_budget="8GiB".')
-        self.plan = planner.fit(self, batch, self.budget_bytes)
+        self.plan = fitting.fit(self, batch, self.budget_bytes)
         self.micro_batch_size = self.plan.micro_batch_size
         return self.plan
 

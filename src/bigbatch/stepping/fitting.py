@@ -1,0 +1,75 @@
+"""The plan that a step makes at its first batch: planned, then tried for real."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from bigbatch.errors import BudgetError, TraceError
+from bigbatch.memory.recompute import apply
+from bigbatch.planning.advice import with_advice
+from bigbatch.planning.costs import NOTHING, MemoryProfile
+from bigbatch.stepping import sizing
+from bigbatch.stepping.planner import Planner
+from bigbatch.values import Plan
+
+if TYPE_CHECKING:
+    from bigbatch.stepping.step import Step
+
+_log = logging.getLogger("bigbatch")
+
+_MOST_TRIES = 8
+_STEP_DOWN = 0.2
+"""Of the budget: how much less to plan for when a plan really ran out of memory."""
+
+
+def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
+    """The fastest plan for this batch whose measured peak is within the budget; see ``Step.fit``.
+
+    The plan is put on the model. Where the model cannot be traced, micro-batch sizes are tried with real tensors.
+    """
+    planner = Planner(step, batch)
+    target = budget_bytes
+    try:
+        profile = planner.traced
+        if not planner.fits_directly(budget_bytes):
+            profile = planner.timed(planner.num_samples, budget_bytes)
+        for _ in range(_MOST_TRIES):
+            plan = _plan_to_be_tried(planner, profile, target)
+            peak = _tried(step, batch, plan, budget_bytes)
+            if peak <= budget_bytes:
+                return replace(plan, peak_bytes=int(peak), budget_bytes=budget_bytes)
+            over = peak - budget_bytes if math.isfinite(peak) else _STEP_DOWN * target
+            target = max(1, int(target - over))
+    except TraceError as error:
+        _log.warning("The plan is found by trying, because the model cannot be traced: %s", error)
+    if step.plan is not None and step.plan.recompute:
+        apply(None, step.model)  # what an earlier plan put on, this one does not name
+    return sizing.fit(step, batch, budget_bytes)
+
+
+def _plan_to_be_tried(planner: Planner, profile: MemoryProfile, budget_bytes: int) -> Plan:
+    """The plan with a margin or, where there is none, without: it will be measured."""
+    held = planner.step.wanted_micro_batch_size
+    try:
+        return planner.plan(profile, planner.num_samples, budget_bytes, micro_batch_size=held)
+    except BudgetError:
+        planner.margin = 0.0
+        profile = replace(profile, workspace=NOTHING)
+        try:
+            return planner.plan(profile, planner.num_samples, budget_bytes, micro_batch_size=held)
+        except BudgetError as error:
+            raise with_advice(error, profile, planner.num_samples) from None
+
+
+def _tried(step: Step, batch: Any, plan: Plan, budget_bytes: int) -> float:
+    """Measured peak of the plan, which stays on the model if it is within the budget."""
+    recomputing, peak = apply(plan, step.model), math.inf
+    try:
+        peak = sizing.peak_or_infinite(step, batch, plan.micro_batch_size)
+    finally:
+        if peak > budget_bytes:
+            recomputing.remove()
+    return peak
