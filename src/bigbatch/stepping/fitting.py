@@ -50,6 +50,22 @@ def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
     return sizing.fit(step, batch, budget_bytes)
 
 
+def leanest(step: Step, batch: Any) -> Plan | None:
+    """The plan that needs least at the micro-batch size that the step has; None when there is nothing to recompute.
+
+    It is traced without numbers, so it can be made where memory has run out.
+    """
+    planner, held = Planner(step, batch), step.micro_batch_size
+    try:
+        planner.plan(planner.traced, planner.num_samples, 1, micro_batch_size=held)
+    except TraceError:
+        return None
+    except BudgetError as error:
+        plan = planner.plan(planner.traced, planner.num_samples, error.smallest_bytes, micro_batch_size=held)
+        return plan if plan.recompute else None
+    return None
+
+
 def _plan_to_be_tried(planner: Planner, profile: MemoryProfile, budget_bytes: int) -> Plan:
     """The plan with a margin or, where there is none, without: it will be measured."""
     held = planner.step.wanted_micro_batch_size

@@ -14,8 +14,10 @@ from bigbatch.batch.logical import LogicalBatch, num_samples_of
 from bigbatch.batch.sizes import part_sizes
 from bigbatch.errors import BudgetError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.memory.recompute import Recomputing, apply
+from bigbatch.stepping import fitting
 from bigbatch.stepping.insisting import insist
-from bigbatch.values import StepResult
+from bigbatch.values import Plan, StepResult
 
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
@@ -34,6 +36,7 @@ class Recovery:
         self._step = step
         self._larger: list[int | None] = []  # sizes that ran out of memory, the largest first
         self._calm = 0  # steps since the last one that ran out
+        self._recomputing: tuple[Recomputing, Plan | None] | None = None  # the last resort, and the plan before it
 
     def run(self, batch: Any, named: dict[str, torch.Tensor]) -> StepResult:
         """Attempt the step until it fits.
@@ -69,7 +72,10 @@ class Recovery:
         num_samples = num_samples_of(batch, step.options)
         size = min(step.micro_batch_size or num_samples, num_samples)
         smaller = _next_smaller(num_samples, size, step.accumulator.smallest_micro_batch)
+        if smaller is None and tried_again and self._recompute_more(batch):
+            return False
         if smaller is None and tried_again:
+            self._recompute_as_before()
             raise BudgetError(
                 f"Out of memory in a step of {num_samples} samples, even with micro-batches of {size}: {said} "
                 f"Nothing was moved. Recompute modules (plan=bb.Plan(..., recompute=(names))), use precision"
@@ -85,6 +91,27 @@ class Recovery:
         self._larger.append(step.micro_batch_size)
         step.micro_batch_size = smaller
         return False
+
+    def _recompute_more(self, batch: Any) -> bool:
+        """Where the smallest size does not fit, recompute as much as helps; once. Returns whether there is more."""
+        step = self._step
+        plan = fitting.leanest(step, batch) if self._recomputing is None else None
+        if plan is None or (step.plan is not None and set(plan.recompute) <= set(step.plan.recompute)):
+            return False
+        self._recomputing = apply(plan, step.model), step.plan
+        step.plan = plan
+        _log.warning(
+            "Out of memory with the smallest micro-batches, of %s. The step is made again with %d modules recomputed.",
+            step.micro_batch_size,
+            len(self._recomputing[0].mechanism),
+        )
+        return True
+
+    def _recompute_as_before(self) -> None:
+        if self._recomputing is not None:
+            handle, self._step.plan = self._recomputing
+            handle.remove()
+            self._recomputing = None
 
     def _grow_back(self) -> None:
         """After ``grow_after`` steps without trouble, try the size before."""
