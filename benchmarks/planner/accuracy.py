@@ -35,6 +35,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 RECOMPUTE = ("none", "every block", "every second block", "planned")
 DEPENDS_ON_DATA = "mixture of experts, by index"  # its memory is not known before it runs
+HAS_BATCH_NORM = ("resnet50-like", "unet")
 GIB = 2**30
 LARGEST_BYTES = 3 * GIB
 NUM_LARGE = 5
@@ -170,8 +171,8 @@ def small_configurations() -> Iterator[Configuration]:
     for m, name in enumerate(names):
         for s, size in enumerate(MICRO_BATCH_SIZES):
             for r, recompute in enumerate(RECOMPUTE):
-                if name == "resnet50-like" and size == 1:
-                    continue  # BatchNorm takes no single sample
+                if name in HAS_BATCH_NORM and size == 1:
+                    continue  # The planner never gives it a single sample.
                 optimizer = optimizers[(m + s + r) % len(optimizers)]
                 uneven = 3 * size - 1 if size > 2 else 3 * size
                 yield Configuration("small", name, optimizer, size, recompute, size if (m + r) % 3 == 0 else uneven)

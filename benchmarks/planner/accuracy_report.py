@@ -200,7 +200,7 @@ def _cpu() -> str:
 
 _PAGE = """# How exact predicted peaks are
 
-`python -m benchmarks.planner.accuracy --write docs/accuracy.md` wrote this page. It takes an hour on one core;
+`python -m benchmarks.planner.accuracy --write docs/accuracy.md` wrote this page. It takes half an hour to an hour;
 `make accuracy` installs what it needs first.
 
 A *configuration* is a model, an optimizer, a batch, a micro-batch size, and what is recomputed. For each, the peak of a

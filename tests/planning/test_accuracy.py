@@ -110,7 +110,7 @@ def test_the_small_configurations_are_balanced():
         for values in (RECOMPUTE, dict.fromkeys(c.optimizer for c in found), dict.fromkeys(c.model for c in found))
     ]
 
-    assert len(found) == len(set(found)) == 176
+    assert len(found) == len(set(found)) == 172
     assert all(max(each) - min(each) <= 6 for each in counts), counts
     assert all(c.model != DEPENDS_ON_DATA for c in found)
 

@@ -92,8 +92,10 @@ def _measured(
         sizes = [larger for larger in (min(_LARGE, most), 2 * size) if may_run(larger)][:1]
         sizes += [_MANY] if may_run(_MANY) else []
         calls = [kernels_of(larger)[0] for larger in sizes]
-        single = kernels_of(1)[0] if smallest < size else small
-    found = [(1, Workspaces(single, single)), (size, Workspaces(small, calls[0] if calls else small))]
+        single = kernels_of(1)[0] if smallest < size else None
+    found = [(1, Workspaces(small, calls[0] if calls else small))]
+    if single is not None:
+        found = [(1, Workspaces(single, single)), (size, found[0][1])]
     if sizes[-1:] == [_MANY]:
         found.append((_MANY, Workspaces([(kernel, 0.0) for kernel, _ in small], calls[-1])))
     return [size, *sizes], tuple(found)
