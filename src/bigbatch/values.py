@@ -124,6 +124,15 @@ class Plan(_Json):
         _check_offload(self.offload, self.recompute)
         object.__setattr__(self, "offload", tuple(self.offload))
 
+    @property
+    def num_recomputed(self) -> int:
+        """How many modules are recomputed.
+
+        >>> Plan(micro_batch_size=4, recompute=("a", ("b", "c"))).num_recomputed
+        3
+        """
+        return sum(1 if isinstance(entry, str) else len(entry) for entry in self.recompute)
+
     def to(self, peer: str, *, world_size: int = 1, batch_size: int | None = None) -> dict[str, Any]:
         """The plan in the words of another library, as a dictionary; a warning names what it has no words for.
 

@@ -10,7 +10,7 @@ from rich.console import Console
 import bigbatch as bb
 from bigbatch.planning.explanation import explain
 from bigbatch.planning.search import frontier
-from bigbatch.reporting.plan_text import Planned, num_recomputed, plan_report, recompute_text
+from bigbatch.reporting.plan_text import Planned, plan_report, recompute_text
 from bigbatch.units import format_bytes
 from tests.planning.profiles import equal_blocks
 
@@ -133,7 +133,7 @@ def test_it_fits_the_terminal(width):
 def test_what_is_recomputed_is_told_briefly():
     many = bb.Plan(micro_batch_size=1, recompute=tuple(f"b.{i}" for i in range(20)))
 
-    assert num_recomputed(GROUPED) == 3
+    assert GROUPED.num_recomputed == 3
     assert recompute_text(GROUPED, num_blocks=8) == "3 of 8 modules: blocks.0, blocks.1 to blocks.2 as one"
     assert recompute_text(many) == "20 modules: b.0, b.1, b.2, b.3, b.4, b.5 and 14 more"
     assert recompute_text(bb.Plan(micro_batch_size=1, recompute=("a",))) == "1 module: a"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bigbatch.errors import MissingExtraError, OptionError
-from bigbatch.reporting.plan_text import num_recomputed
 from bigbatch.units import format_bytes, format_seconds
 from bigbatch.values import Plan
 
@@ -121,7 +120,7 @@ def draw_frontier(found: Frontier, path: Path) -> None:
 
 def said(plan: Plan) -> str:
     """A plan in a few words."""
-    count = num_recomputed(plan)
+    count = plan.num_recomputed
     return f"{plan.micro_batch_size}, {count} recomputed" if count else f"{plan.micro_batch_size}"
 
 
@@ -264,7 +263,7 @@ def _page(found: Frontier) -> Any:
 def _hover(plan: Plan) -> str:
     lines = [
         f"micro-batches of {plan.micro_batch_size}",
-        f"{num_recomputed(plan)} modules recomputed",
+        f"{plan.num_recomputed} modules recomputed",
         format_bytes(plan.peak_bytes or 0),
         format_seconds(plan.step_seconds or 0.0),
     ]

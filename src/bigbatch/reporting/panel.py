@@ -24,7 +24,7 @@ _SECONDS_TO_HALF_AS_MANY = 100.0
 
 def announced(plan: Plan) -> str:
     """The line about a plan that was found."""
-    num_modules = sum(1 if isinstance(entry, str) else len(entry) for entry in plan.recompute)
+    num_modules = plan.num_recomputed
     recompute = f" with {num_modules} module{'s' if num_modules > 1 else ''} recomputed" if num_modules else ""
     peak = f", measured peak {format_bytes(plan.peak_bytes)}" if plan.peak_bytes else ""
     return f"micro-batches of {plan.micro_batch_size}{recompute} fit{peak}"

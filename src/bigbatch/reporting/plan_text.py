@@ -95,14 +95,9 @@ def recompute_text(plan: Plan, *, num_blocks: int | None = None) -> str:
         return "nothing"
     entries = [name if isinstance(name, str) else f"{name[0]} to {name[-1]} as one" for name in plan.recompute]
     more = f" and {len(entries) - _MOST_ENTRIES} more" if len(entries) > _MOST_ENTRIES else ""
-    count = num_recomputed(plan)
+    count = plan.num_recomputed
     of = f"{count} of {num_blocks} modules" if num_blocks is not None else f"{count} module{'s' * (count != 1)}"
     return f"{of}: {', '.join(entries[:_MOST_ENTRIES])}{more}"
-
-
-def num_recomputed(plan: Plan) -> int:
-    """Modules that a plan recomputes, those in groups too."""
-    return sum(1 if isinstance(entry, str) else len(entry) for entry in plan.recompute)
 
 
 def _opening(found: Planned) -> Iterator[RenderableType]:

@@ -274,7 +274,7 @@ class Planner:
         smallest_bytes = self._budget_for(plan, profile)
         if smallest_bytes <= budget_bytes:
             return plan
-        num_modules = sum(1 if isinstance(entry, str) else len(entry) for entry in plan.recompute)
+        num_modules = plan.num_recomputed
         modules = f" with {num_modules} module{'s' if num_modules > 1 else ''} recomputed" if num_modules else ""
         free = f", of which {self.margin:.0%} is kept free" if self.margin else ""
         raise BudgetError(
