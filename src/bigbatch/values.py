@@ -203,8 +203,8 @@ class StepOptions:
             ``"skip"``: the step is dropped, counted and named.
         max_skipped: Steps that may be dropped in a row, under ``"skip"``, before it is an error.
         on_out_of_memory: ``"shrink"``: a step that runs out of memory is undone and made again in smaller
-            micro-batches, in the end with modules recomputed, and that is remembered; ``"raise"``: it is undone and the error is raised,
-            except for what an optimizer has moved when memory runs out inside it.
+            micro-batches, in the end with modules recomputed, and that is remembered; ``"raise"``: it is undone and
+            the error is raised, except for what an optimizer has moved when memory runs out inside it.
         grow_after: After so many steps without running out, the size before is tried again; None: never.
         collate: The batch is a list of samples; this makes a micro-batch of some of them.
         split: ``split(batch, micro_batch_size)`` returns the micro-batches of a batch that we cannot cut.

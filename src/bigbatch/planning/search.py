@@ -11,7 +11,6 @@ import math
 
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.planning.costs import MemoryProfile
-from bigbatch.planning.naming import names_of
 from bigbatch.planning.space import Choice, Recompute, Space
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan, check_positive
@@ -59,7 +58,8 @@ def search(
         # In a long chain with many skips the only choice that fits may be lost; what the error promises must work.
         choice = space.smallest()
         if choice.needed_bytes > limit:
-            raise _nothing_fits(space, choice, budget_bytes, margin)
+            smallest_bytes = _budget_for(choice.needed_bytes, margin)
+            raise nothing_fits(space.plan(choice, None), smallest_bytes, budget_bytes, margin)
     return space.plan(space.leaner(space.of_more_samples(choice, limit)), budget_bytes)
 
 
@@ -158,16 +158,21 @@ def _budget_for(needed_bytes: int, margin: float) -> int:
     return budget
 
 
-def _nothing_fits(space: Space, choice: Choice, budget_bytes: int, margin: float) -> BudgetError:
-    smallest_bytes = _budget_for(choice.needed_bytes, margin)
-    entries = names_of(space.chain, choice.segments)
-    num_blocks = sum(1 if isinstance(entry, str) else len(entry) for entry in entries)
-    modules = f"{num_blocks} module{'s' if num_blocks != 1 else ''}"
-    kept_free = f", with {margin:.0%} of it kept free" if margin else ""
+def nothing_fits(leanest: Plan, smallest_bytes: int, budget_bytes: int, margin: float) -> BudgetError:
+    """The error for a budget in which nothing fits.
+
+    Args:
+        leanest: The plan that needs least.
+        smallest_bytes: The smallest budget for it.
+        budget_bytes: The budget.
+        margin: Share of it that stays free.
+    """
+    count = leanest.num_recomputed
+    modules = f" with {count} module{'s' if count > 1 else ''} recomputed" if count else ""
+    free = f", of which {margin:.0%} is kept free" if margin else ""
     return BudgetError(
-        f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {choice.micro_batch_size} with {modules} "
-        f"recomputed need a budget of {format_bytes(smallest_bytes)}{kept_free}. "
-        f"Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}.",
+        f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {leanest.micro_batch_size}{modules} need "
+        f"{format_bytes(smallest_bytes)}{free}. Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}.",
         smallest_bytes,
         budget_bytes,
     )

@@ -18,7 +18,7 @@ from bigbatch.errors import BudgetError, OptionError, RecomputeError, TraceError
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import NOTHING, Line, MemoryProfile
-from bigbatch.planning.search import MARGIN, Recompute, search
+from bigbatch.planning.search import MARGIN, Recompute, nothing_fits, search
 from bigbatch.planning.simulate import Simulation
 from bigbatch.planning.timeline import Timeline, read_timeline
 from bigbatch.stepping import sizing
@@ -27,7 +27,6 @@ from bigbatch.stepping.profiling import bytes_of_batch, profile_of
 from bigbatch.stepping.shadow import Shadow
 from bigbatch.stepping.timing import timed
 from bigbatch.stepping.workspace import find_workspace
-from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:
@@ -274,16 +273,7 @@ class Planner:
         smallest_bytes = self._budget_for(plan, profile)
         if smallest_bytes <= budget_bytes:
             return plan
-        num_modules = plan.num_recomputed
-        modules = f" with {num_modules} module{'s' if num_modules > 1 else ''} recomputed" if num_modules else ""
-        free = f", of which {self.margin:.0%} is kept free" if self.margin else ""
-        raise BudgetError(
-            f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {plan.micro_batch_size}{modules} "
-            f"need {format_bytes(smallest_bytes)}{free}. "
-            f"Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}.",
-            smallest_bytes,
-            budget_bytes,
-        )
+        raise nothing_fits(plan, smallest_bytes, budget_bytes, self.margin)
 
     def _traced(self, plan: Plan, batch_size: int) -> Plan:
         try:
