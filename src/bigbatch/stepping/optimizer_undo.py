@@ -54,6 +54,7 @@ class OptimizerUndo:
         self._tensors: list[torch.Tensor] = []
         self._copies: Copies | None = None
         self._before: list[dict[Any, dict[str, Any]]] = []
+        self._settings: list[dict[str, Any]] = []
         self.is_exact = False
 
     def take(self) -> None:
@@ -63,6 +64,8 @@ class OptimizerUndo:
         if key != self._key:
             self._find()
             self._key = key
+        # Some optimizers count in their settings, or change the learning rate by themselves.
+        self._settings = [dict(group) for optimizer in self._optimizers for group in optimizer.param_groups]
         self._copies = Copies(self._tensors)
 
     def let_go(self) -> None:
@@ -82,6 +85,11 @@ class OptimizerUndo:
 
     def restore(self) -> None:
         """Put it back; state that was created since is taken away."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        for group, settings in zip(groups, self._settings, strict=True):
+            for name in [name for name in group if name not in settings]:
+                del group[name]
+            group.update(settings)
         for optimizer, before in zip(self._optimizers, self._before, strict=True):
             for p in [p for p in optimizer.state if p not in before]:
                 del optimizer.state[p]

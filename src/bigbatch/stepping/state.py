@@ -7,7 +7,8 @@ from typing import Any
 from bigbatch.errors import OptionError
 from bigbatch.values import Plan, check_positive
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+COUNTS = ("num_steps", "num_skipped", "num_skipped_in_a_row")
 
 
 def check_state(state: Any, wanted: dict[str, Any]) -> Plan | None:
@@ -27,7 +28,7 @@ def check_state(state: Any, wanted: dict[str, Any]) -> Plan | None:
         raise OptionError(
             f"The state has version {state['version']!r}, and this bigbatch reads version {STATE_VERSION}."
         )
-    for name in ("num_steps", "num_skipped"):
+    for name in COUNTS:
         count = state[name]
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise OptionError(f"The state has {name}={count!r}; it is a whole number of at least 0.")

@@ -24,7 +24,7 @@ from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
 from bigbatch.stepping.optimizer_undo import OptimizerUndo
 from bigbatch.stepping.precision import forget_unscaled
 from bigbatch.stepping.recovery import Recovery
-from bigbatch.stepping.state import STATE_VERSION, check_state
+from bigbatch.stepping.state import COUNTS, STATE_VERSION, check_state
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, StepOptions, StepResult, check_positive
 
@@ -61,6 +61,7 @@ class Step:
         plan: The plan that was given or found.
         num_steps: Optimizer steps done; skipped ones do not count.
         num_skipped: Steps that were skipped.
+        num_skipped_in_a_row: Of these, since the last one that was not.
         on_micro_batch: Called before each micro-batch as ``on_micro_batch(k, num_micro_batches)``, for a progress bar.
         model, optimizers, schedulers, options, batch_size, budget_bytes: As given.
         accumulator: What runs the micro-batches.
@@ -98,7 +99,7 @@ class Step:
         self.plan = plan
         self.num_steps = 0
         self.num_skipped = 0
-        self._skipped_in_a_row = 0
+        self.num_skipped_in_a_row = 0
         self._recovery = Recovery(self)
         self._shrinks = self.options.on_out_of_memory == "shrink"
         self._optimizer_undo = OptimizerUndo(self.optimizers) if self._shrinks else None
@@ -272,7 +273,7 @@ class Step:
 
     def _move_on(self) -> None:
         self.num_steps += 1
-        self._skipped_in_a_row = 0
+        self.num_skipped_in_a_row = 0
         for scheduler in self.schedulers:
             scheduler.step()
         self.update_average()
@@ -288,10 +289,10 @@ class Step:
 
     def _count_skipped(self) -> None:
         self.num_skipped += 1
-        self._skipped_in_a_row += 1
-        if self.accumulator.precision.scaler is None and self._skipped_in_a_row > self.options.max_skipped:
+        self.num_skipped_in_a_row += 1
+        if self.accumulator.precision.scaler is None and self.num_skipped_in_a_row > self.options.max_skipped:
             raise NonFiniteError(
-                f"{self._skipped_in_a_row} steps in a row were not finite, more than "
+                f"{self.num_skipped_in_a_row} steps in a row were not finite, more than "
                 f"max_skipped={self.options.max_skipped}. Nothing moved. Look at the data and the learning rate."
             )
 
@@ -335,6 +336,7 @@ class Step:
             "version": STATE_VERSION,
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
+            "num_skipped_in_a_row": self.num_skipped_in_a_row,
             "micro_batch_size": self.micro_batch_size,
             "plan": None if self.plan is None else self.plan.to_json(),
             "scaler": None if scaler is None else scaler.state_dict(),
@@ -354,7 +356,8 @@ class Step:
         except Exception as error:
             self._load_ema_and_scaler(before)
             raise OptionError(f"The ema or the scaler cannot be loaded: {error}. Nothing was loaded.") from error
-        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+        for name in COUNTS:
+            setattr(self, name, state[name])
         if self.plan is None or self.budget_bytes is not None:  # one that was given by hand stays
             self.micro_batch_size, self.plan = state["micro_batch_size"], plan
             if plan is not None:
