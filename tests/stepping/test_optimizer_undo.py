@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
 import bigbatch as bb
+from bigbatch.stepping.optimizer_undo import OptimizerUndo
 from tests.cases.common import FakeOutOfMemory
 
 
@@ -82,3 +85,32 @@ def test_the_number_of_skipped_steps_in_a_row_is_saved():
 
     with pytest.raises(bb.NonFiniteError, match="3 steps in a row"):
         again(bad)
+
+
+@pytest.mark.parametrize(("seconds", "copies"), [(0.0, False), (0.2, True)])
+def test_copies_are_made_as_long_as_they_are_a_small_part_of_a_step(seconds, copies):
+    """4 MiB of weights and state take about a millisecond: too much of a step without work, not of one of 200 ms."""
+    weight = nn.Parameter(torch.randn(1024, 512))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    undo = OptimizerUndo([optimizer])
+
+    for _ in range(8):
+        undo.take()
+        undo.let_go()
+        time.sleep(seconds)
+
+    assert undo.is_exact == copies
+
+
+def test_few_bytes_are_always_copied():
+    weight = nn.Parameter(torch.randn(64, 64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    undo = OptimizerUndo([optimizer])
+
+    for _ in range(20):
+        undo.take()
+        undo.let_go()
+
+    assert undo.is_exact

@@ -7,6 +7,7 @@ move is copied, as long as that is little.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from bigbatch.stepping.checks import parameters_of
 
 _MOST_BYTES = 16 * 2**20
 """Copies of more than this, in each step, would cost more than they are worth."""
+_FEW_BYTES = 2 * 2**20
+"""Copies of no more than this are always made."""
+_MOST_OF_A_STEP = 0.01
+_DEAR_IN_A_ROW = 5
 
 
 class Copies:
@@ -55,6 +60,9 @@ class OptimizerUndo:
         self._copies: Copies | None = None
         self._before: list[dict[Any, dict[str, Any]]] = []
         self._settings: list[dict[str, Any]] = []
+        self._began = 0.0
+        self._dear_in_a_row = 0
+        self._may_be_dear = False
         self.is_exact = False
 
     def take(self) -> None:
@@ -66,7 +74,18 @@ class OptimizerUndo:
             self._key = key
         # Some optimizers count in their settings, or change the learning rate by themselves.
         self._settings = [dict(group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        began = time.perf_counter()
         self._copies = Copies(self._tensors)
+        if self._may_be_dear:
+            self._weigh(began, time.perf_counter())
+
+    def _weigh(self, began: float, ended: float) -> None:
+        """Make no more copies when they take more than a hundredth of the time from step to step, several times."""
+        is_dear = ended - began > _MOST_OF_A_STEP * (began - self._began)
+        self._dear_in_a_row = self._dear_in_a_row + 1 if is_dear else 0
+        self._began = began
+        if self._dear_in_a_row == _DEAR_IN_A_ROW:
+            self._tensors, self._may_be_dear, self.is_exact = [], False, False
 
     def let_go(self) -> None:
         """Free the copies."""
@@ -81,6 +100,7 @@ class OptimizerUndo:
         little = are_little(moved)
         self.is_exact = fused or little
         self._tensors = [tensor for tensor in state if tensor.numel() == 1] if fused else moved if little else []
+        self._may_be_dear = sum(tensor.nbytes for tensor in self._tensors) > _FEW_BYTES
         self._before = [{p: dict(s) for p, s in optimizer.state.items()} for optimizer in self._optimizers]
 
     def restore(self) -> None:
