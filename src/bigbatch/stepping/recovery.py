@@ -95,7 +95,12 @@ class Recovery:
     def _recompute_more(self, batch: Any) -> bool:
         """Where the smallest size does not fit, recompute as much as helps; once. Returns whether there is more."""
         step = self._step
-        plan = fitting.leanest(step, batch) if self._recomputing is None else None
+        try:
+            plan = fitting.leanest(step, batch) if self._recomputing is None else None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
         if plan is None or (step.plan is not None and set(plan.recompute) <= set(step.plan.recompute)):
             return False
         self._recomputing = apply(plan, step.model), step.plan
