@@ -26,7 +26,7 @@ from torch import nn
 import bigbatch as bb
 from benchmarks.planner.models import Model
 from bigbatch.batch.sizes import part_sizes
-from bigbatch.planning.search import frontier
+from bigbatch.planning.search import MARGIN, frontier
 from bigbatch.stepping.planner import Planner
 from bigbatch.tasks.shapes.gpt2 import Gpt2
 from bigbatch.tasks.shapes.resnet import ResNet
@@ -171,17 +171,18 @@ class Arena:
         self.policies = policies(blocks, contest.feed_forward, [c for c in chains if self._is_chain(c)] or [])
         if not self.policies["sqrt segments"]:
             del self.policies["sqrt segments"]
-        self._peaks: dict[bb.Plan, float] = {}
+        self._budgets: dict[bb.Plan, float] = {}
 
     def _is_chain(self, names: Sequence[str]) -> bool:
         follows = {slot.name: slot.follows for slot in self.profile.slots}
         return all(follows.get(name, False) for name in names[1:])
 
-    def peak_of(self, plan: bb.Plan) -> float:
-        """Traced peak of a step."""
-        if plan not in self._peaks:
-            self._peaks[plan] = self.planner.peak_bytes(plan, self.contest.batch_size)
-        return self._peaks[plan]
+    def budget_for(self, plan: bb.Plan) -> float:
+        """The budget in which a step fits, by the same count for all: traced, with workspace, and the margin free."""
+        if plan not in self._budgets:
+            _, needed = self.planner.peaks(plan, self.contest.batch_size)
+            self._budgets[plan] = needed / (1 - MARGIN)
+        return self._budgets[plan]
 
     def contender(self, name: str, plan: bb.Plan) -> Contender:
         """A step of a copy of the model under a plan."""
@@ -202,16 +203,15 @@ class Arena:
         size = self.contest.batch_size
         while size >= self.profile.smallest_micro_batch:
             plan = bb.Plan(micro_batch_size=size, recompute=self.policies["all"])
-            if self.peak_of(plan) <= budget:
+            if self.budget_for(plan) <= budget:
                 return plan
             size //= 2
         return None
 
     def budgets(self) -> list[int]:
         """Geometric from 1.1 x the smallest feasible to the peak of the direct batch."""
-        leanest = self.planner.plan(self.profile, self.contest.batch_size, self._smallest())
-        low = 1.1 * (leanest.peak_bytes or 0)
-        high = self.peak_of(bb.Plan(micro_batch_size=self.contest.batch_size)) / 0.98
+        low = 1.1 * self._smallest()
+        high = self.budget_for(bb.Plan(micro_batch_size=self.contest.batch_size))
         return [round(low * (high / low) ** (index / (NUM_BUDGETS - 1))) for index in range(NUM_BUDGETS)]
 
     def _smallest(self) -> int:
@@ -241,7 +241,7 @@ def compete(arena: Arena, report: Callable[[str], None]) -> list[Row]:
     """All budgets of one model."""
     plans = [(name, plan) for name, plan in arena.uniform()]
     budgets = arena.budgets()
-    fitting = [(name, plan) for name, plan in plans if arena.peak_of(plan) <= budgets[-1]]
+    fitting = [(name, plan) for name, plan in plans if arena.budget_for(plan) <= budgets[-1]]
     rough: dict[str, float] = {}
     for name, plan in fitting:  # one copy of the model at a time
         contender = arena.contender(name, plan)
@@ -255,7 +255,7 @@ def _row(
     arena: Arena, budget: int, uniform: dict[str, bb.Plan], rough: dict[str, float], report: Callable[[str], None]
 ) -> Row:
     planned = arena.planner.plan(arena.profile, arena.contest.batch_size, budget)
-    fit = sorted((name for name, plan in uniform.items() if arena.peak_of(plan) <= budget), key=lambda n: rough[n])
+    fit = sorted((name for name, plan in uniform.items() if arena.budget_for(plan) <= budget), key=lambda n: rough[n])
     usual = arena.usual(budget)
     contenders = [arena.contender(PLANNED, planned), arena.contender(CONTROL, planned)]
     contenders += [arena.contender(name, uniform[name]) for name in fit[:NUM_RIVALS]]

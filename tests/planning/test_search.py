@@ -322,7 +322,7 @@ def test_where_nothing_fits_the_error_says_what_would():
         search(profile, batch_size=8, budget_bytes=10_000)
     smallest = caught.value.smallest_bytes or 0
     assert str(caught.value).startswith("No plan fits in 9.77 KiB: even micro-batches of 1 with ")
-    assert "of which 2% is kept free. Raise the budget by " in str(caught.value)
+    assert "of which 1% is kept free. Raise the budget by " in str(caught.value)
     assert caught.value.budget_bytes == 10_000
     assert search(profile, batch_size=8, budget_bytes=smallest).micro_batch_size == 1
 

@@ -15,8 +15,8 @@ from bigbatch.planning.space import Choice, Recompute, Space
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan, check_positive
 
-MARGIN = 0.02
-"""Share of the budget that a plan leaves free, for what the prediction may be off by."""
+MARGIN = 0.01
+"""Share of the budget that a plan leaves free, for what the prediction may be off by: see docs/accuracy.md."""
 
 MAX_FRONTIER_PLANS = 40
 _CLOSE_LOOKS = 4

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bigbatch.reporting.text import direct_line, metric_text, peak_line
-from bigbatch.training.comparison import MAX_ACCURACY_DIFFERENCE, MAX_DIFFERENCE, RunsComparison, StepsComparison
+from bigbatch.training.comparison import MAX_ACCURACY_DIFFERENCE, RunsComparison, StepsComparison
 from bigbatch.values import Exactness
+from bigbatch.verification.comparison import MAX_DIFFERENCE
 
 
 def peaks_text(peak_bytes: int | None, direct_bytes: int | None, budget_bytes: int | None) -> str:
@@ -14,7 +15,7 @@ def peaks_text(peak_bytes: int | None, direct_bytes: int | None, budget_bytes: i
 
 def steps_text(found: StepsComparison) -> str:
     """Some steps in float64."""
-    bound = f"allowed {MAX_DIFFERENCE:g}: {_verdict(found.within)}"
+    bound = f"allowed {MAX_DIFFERENCE['float64']:g}: {_verdict(found.within)}"
     if found.exactness != "exact":
         bound = f"{found.exactness}, so held to no bound"
     return (

@@ -88,6 +88,21 @@ def terms_of(returned: Any) -> list[Term]:
     return [_term(name, value) for name, value in named]
 
 
+def value_of(term: Term) -> torch.Tensor:
+    """The term as a loss by itself, shape ``()``, as it is when there are no other micro-batches."""
+    return term.value / term.denominator if term.kind == "ratio" else term.value
+
+
+def plain_loss(returned: Any) -> torch.Tensor:
+    """The loss as one tensor, from what a ``loss_fn`` returned for the whole batch.
+
+    Raises:
+        LossError: Something in it is no loss.
+    """
+    values = [value_of(term) for term in terms_of(returned)]
+    return values[0] if len(values) == 1 else torch.stack(values).sum()
+
+
 def _term(name: str, value: Any) -> Term:
     if isinstance(value, torch.Tensor):
         return Term(name, "mean", _scalar(name, value))

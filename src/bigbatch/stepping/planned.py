@@ -93,7 +93,7 @@ def plan(
     """The fastest way to run steps of ``batch_size`` samples within a memory budget.
 
     Micro-batch size and recomputed modules are chosen together, for the least seconds of a step whose peak is within
-    the budget less a margin of 2 %. Given a model, the peak of the plan is traced and exact; given a profile, it is
+    the budget less a margin of 1 %. Given a model, the peak of the plan is traced and exact; given a profile, it is
     read from the profile.
 
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))

@@ -278,7 +278,7 @@ class Planner:
     def _traced(self, plan: Plan, batch_size: int) -> Plan:
         try:
             peak, with_workspace = self.peaks(plan, batch_size)
-            self._workspaces[plan.micro_batch_size, plan.recompute] = with_workspace - peak
+            self._workspaces[plan.micro_batch_size, plan.recompute, plan.keep] = with_workspace - peak
             return replace(plan, peak_bytes=peak)
         except (RecomputeError, TraceError) as error:
             if not plan.recompute:
@@ -289,7 +289,7 @@ class Planner:
         """The smallest budget for a plan."""
         needed = plan.peak_bytes or 0
         if profile.workspace != NOTHING:
-            needed += self._workspaces[plan.micro_batch_size, plan.recompute]
+            needed += self._workspaces[plan.micro_batch_size, plan.recompute, plan.keep]
             needed += self.traced.workspace.at(plan.micro_batch_size)
         return math.ceil(needed / (1 - self.margin))
 

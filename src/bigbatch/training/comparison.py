@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 
-from bigbatch.batch.structure import mapped
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.accumulating import accumulate
 from bigbatch.stepping.step import Step
@@ -22,9 +19,8 @@ from bigbatch.training.events import is_accuracy, weaker
 from bigbatch.training.loop import Run
 from bigbatch.training.task import Task
 from bigbatch.values import AFTER_THE_GRADIENT, Exactness, StepOptions
-
-MAX_DIFFERENCE = 1e-10
-"""Of a parameter after some steps in float64, relative to it."""
+from bigbatch.verification.comparison import MAX_DIFFERENCE, relative_differences
+from bigbatch.verification.widening import wide_batch
 
 MAX_ACCURACY_DIFFERENCE = 0.005
 """Half a point, for a run that is only approximately the big batch's."""
@@ -54,7 +50,7 @@ class StepsComparison:
     @property
     def within(self) -> bool:
         """Whether it is as close as it should be."""
-        return self.exactness != "exact" or self.difference <= MAX_DIFFERENCE
+        return self.exactness != "exact" or self.difference <= MAX_DIFFERENCE["float64"]
 
 
 @dataclass(frozen=True)
@@ -97,23 +93,18 @@ def compare_steps(
     direct_steps = DirectSteps(task, direct, device)
     exactness: Exactness = "exact"
     batches = list(islice(train_loader(task, cut.train_data), num_steps))
-    for batch in batches if task.collate is not None else map(_double, batches):
+    for batch in batches if task.collate is not None else (wide_batch(batch, torch.float64) for batch in batches):
         exactness = weaker(exactness, step(batch).exactness)
         direct_steps.step(batch)
-    difference, parameter = largest_difference(
-        dict(cut.model.named_parameters()), dict(direct.model.named_parameters())
-    )
+    differences = relative_differences(dict(cut.model.named_parameters()), dict(direct.model.named_parameters()))
+    parameter, difference = next(iter(differences.items()))
     return StepsComparison(task.name, len(batches), micro_batch_size, difference, parameter, exactness)
 
 
 def _in_float64(task: Task) -> Task:
     collate = task.collate
-    doubled = None if collate is None else (lambda samples: _double(collate(samples)))
+    doubled = None if collate is None else (lambda samples: wide_batch(collate(samples), torch.float64))
     return dataclasses.replace(task, precision="fp32", collate=doubled)
-
-
-def _double(batch: Any) -> Any:
-    return mapped(lambda leaf: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, batch)
 
 
 def _twin(task: Task, parts: Parts, device: torch.device) -> Parts:
@@ -142,28 +133,12 @@ def _first_gradients(task: Task, micro_batch_size: int, device: torch.device) ->
     options = {name: getattr(task, name) for name in names}
     accumulate(cut.model, task.loss_fn, batch, micro_batch_size=micro_batch_size, **options)
     DirectSteps(task, direct, device).backward(batch)
-    return largest_difference(_gradients(cut), _gradients(direct))
+    parameter, difference = next(iter(relative_differences(_gradients(cut), _gradients(direct)).items()))
+    return difference, parameter
 
 
-def _gradients(parts: Parts) -> dict[str, torch.Tensor]:
-    # None is taken for zeros: whether a parameter that nothing counts for has a gradient may depend on the cut.
-    named = ((name, p) for name, p in parts.model.named_parameters() if p.requires_grad)
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
-
-
-def largest_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    r"""The largest $\lVert\Delta_p\rVert / \max(\lVert e_p\rVert, 10^{-3} \lVert e\rVert / \sqrt{P})$, and its name.
-
-    The floor is for what is zero in truth, where any rounding error would be infinitely large.
-    """
-    norms = {name: float(value.detach().double().norm()) for name, value in expected.items()}
-    floor = 1e-3 * math.sqrt(sum(norm**2 for norm in norms.values()) / len(norms))
-    differences = {
-        name: float((found[name].detach().double() - value.detach().double()).norm()) / max(norms[name], floor)
-        for name, value in expected.items()
-    }
-    name = max(differences, key=lambda name: differences[name])
-    return differences[name], name
+def _gradients(parts: Parts) -> dict[str, torch.Tensor | None]:
+    return {name: p.grad for name, p in parts.model.named_parameters() if p.requires_grad}
 
 
 def direct_peak_bytes(task: Task, *, device: str | torch.device = "cpu") -> int | None:

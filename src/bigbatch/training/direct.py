@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.stepping.averaging import updater_of
 from bigbatch.stepping.checks import parameters_of, schedulers_of
-from bigbatch.stepping.losses import Constant, Ratio, Sum
+from bigbatch.stepping.losses import plain_loss
 from bigbatch.stepping.precision import Precision
 from bigbatch.training.building import Parts, build
 from bigbatch.training.data import eval_loader, train_loader
@@ -80,15 +79,3 @@ class DirectSteps:
             scheduler.step()
         if self._update_average is not None:
             self._update_average(self.parts.model)
-
-
-def plain_loss(returned: Any) -> torch.Tensor:
-    """The loss as one tensor, from what a ``loss_fn`` returned for the whole batch."""
-    if isinstance(returned, torch.Tensor):
-        return returned
-    if isinstance(returned, Ratio):
-        return returned.numerator / returned.denominator
-    if isinstance(returned, Sum | Constant):
-        return returned.term
-    terms = returned.values() if isinstance(returned, Mapping) else returned
-    return torch.stack([plain_loss(term) for term in terms]).sum()
