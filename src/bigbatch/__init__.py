@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
     from bigbatch.training.task import Task
     from bigbatch.values import Plan, StepOptions, StepResult
+    from bigbatch.verification.comparison import Comparison
+    from bigbatch.verification.verifying import verify
 
 __version__ = "0.1.0"
 
@@ -51,6 +53,7 @@ _HOME = {
     "BigBatchWarning": _ERRORS,
     "BudgetError": _ERRORS,
     "CheckpointError": _ERRORS,
+    "Comparison": "bigbatch.verification.comparison",
     "Constant": "bigbatch.stepping.losses",
     "DistributedError": _ERRORS,
     "GradientError": _ERRORS,
@@ -80,6 +83,7 @@ _HOME = {
     "recompute": "bigbatch.memory.recompute",
     "scale_learning_rate": "bigbatch.stepping.learning_rate",
     "total_steps": "bigbatch.stepping.learning_rate",
+    "verify": "bigbatch.verification.verifying",
 }
 
 __all__ = [
@@ -89,6 +93,7 @@ __all__ = [
     "BigBatchWarning",
     "BudgetError",
     "CheckpointError",
+    "Comparison",
     "Constant",
     "DistributedError",
     "GradientError",
@@ -118,6 +123,7 @@ __all__ = [
     "recompute",
     "scale_learning_rate",
     "total_steps",
+    "verify",
 ]
 
 

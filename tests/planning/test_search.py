@@ -15,12 +15,11 @@ import bigbatch as bb
 from bigbatch.batch.sizes import micro_batch_sizes, part_sizes
 from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.naming import segments_of
-from bigbatch.planning.search import frontier, search
+from bigbatch.planning.search import MARGIN, frontier, search
 from bigbatch.planning.simulate import Simulation, peak_bytes, step_seconds
 from tests.planning.profiles import equal_blocks, every_choice, random_profile, unet
 from tests.planning.test_simulate import untimed, with_repeated_name
 
-MARGIN = 0.02
 
 
 class Option(NamedTuple):

@@ -10,6 +10,7 @@ import typer
 
 from bigbatch.cli.plan import plan
 from bigbatch.cli.train import train
+from bigbatch.cli.verify import verify
 from bigbatch.errors import BigBatchError
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(verify)
 
 
 def _print_version(asked: bool) -> None:

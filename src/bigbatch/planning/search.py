@@ -35,8 +35,8 @@ def search(
 ) -> Plan:
     """The plan of least seconds whose peak, with the workspace of kernels, is at most ``budget_bytes * (1 - margin)``.
 
-    Where times were measured, a plan of larger micro-batches is taken that is slower by no more than 1 %, which cannot be
-    told apart: it is nearer to the big batch.
+    Where times were measured, a plan of larger micro-batches is taken that is slower by no more than 1 %, which cannot
+    be told apart: it is nearer to the big batch.
 
     Args:
         profile: What the model costs.
