@@ -21,7 +21,6 @@ from tests.planning.profiles import equal_blocks, every_choice, random_profile, 
 from tests.planning.test_simulate import untimed, with_repeated_name
 
 
-
 class Option(NamedTuple):
     needed: int
     seconds: float
