@@ -1,0 +1,219 @@
+"""Why a cut does not give the gradient of the whole batch, in words, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.batch.structure import leaves
+from bigbatch.stepping import batchnorm
+from bigbatch.units import format_names
+from bigbatch.verification.adding_up import Parts, candidates, parts_of
+from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, relative_differences
+from bigbatch.verification.runs import Found, Runs
+
+_MOST_ENTRIES = 50_000_000
+"""Of all gradients of micro-batches that are kept at once to look for weights."""
+
+
+def layers_without_gradient(whole: Found) -> list[str]:
+    """A finding about the parameters that the loss does not reach, if there are any."""
+    unreached = [name for name, gradient in whole.gradients.items() if gradient is None]
+    layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in unreached))
+    if not layers:
+        return []
+    return [
+        f"{_layers(layers)} never get a gradient from this batch: something between them and the loss runs under "
+        f"torch.no_grad() or .detach(), or the loss does not use them. Freeze them with requires_grad_(False) if that "
+        f"is meant."
+    ]
+
+
+def not_deterministic(difference: float, drew_random_numbers: bool) -> str:
+    """The finding that two runs of the same batch differ."""
+    why = (
+        "random numbers other than dropout are drawn in the forward or the loss, and micro-batches draw others than "
+        "the whole batch. Draw them before, into the batch"
+        if drew_random_numbers
+        else "the loss or the model changes from call to call (a counter, a schedule, a state of its own). Let it "
+        "depend on the model and the batch alone"
+    )
+    return f"The loss is not deterministic: the whole batch gave gradients {difference:.1e} apart in two runs: {why}."
+
+
+def batch_norms(runs: Runs, worst: float) -> list[str]:
+    """A finding about the layers that normalise by the micro-batch they get, if there are any."""
+    policy = runs.options.batch_norm
+    named = runs.model.named_modules()
+    found = {
+        name: layer
+        for name, layer in named
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and batchnorm.uses_batch_statistics(layer, policy)
+    }
+    if not found:
+        return []
+    text = (
+        f"BatchNorm: {_layers(list(found))} see the statistics of each micro-batch, and not of the whole batch (up to "
+        f'{worst:.1e} off). Take GroupNorm, give batch_norm="frozen", or {_at_once(runs)}.'
+    )
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in found.values()):
+        text += " SyncBatchNorm joins ranks, not micro-batches."
+    return [text]
+
+
+def can_be_frozen(runs: Runs) -> bool:
+    """Whether all BatchNorm layers have running statistics to use."""
+    return all(layer.running_mean is not None for layer in batchnorm.layers_of(runs.model))
+
+
+def terms_that_do_not_add_up(
+    runs: Runs, cuts: Sequence[int], comparison: Comparison, batch_norm: str | None
+) -> list[str]:
+    """Findings about each term of the loss.
+
+    Args:
+        runs: Of which some cut was not equal.
+        cuts: Sizes of micro-batches of cuts that were not equal; a cut in two is tried before them.
+        comparison: With what was measured.
+        batch_norm: The policy to run with.
+    """
+    tolerance = 100 * MAX_DIFFERENCE[comparison.dtype]
+    num_entries = sum(p.numel() for p in runs.model.parameters())
+    for size in dict.fromkeys([_in_two(runs), *cuts]):
+        if num_entries * -(-runs.num_samples // size) > _MOST_ENTRIES:
+            continue
+        parts = parts_of(runs, size, batch_norm, tolerance)
+        wrong = {name: part for name, part in parts.items() if not part.is_given_by(part.declared())}
+        if wrong:
+            alone = len(parts) == 1
+            return [_reason(runs, size, name, part, alone, batch_norm) for name, part in wrong.items()]
+    return ["The cut is not the whole batch, and no term of the loss shows why in a cut into two."]
+
+
+def _reason(runs: Runs, size: int, name: str, part: Parts, alone: bool, batch_norm: str | None) -> str:
+    shown = "The loss" if alone else f"The term {name!r} of the loss"
+    for words, written, weights in candidates(runs, size):
+        if part.is_given_by(weights):
+            given = written if alone else f'{{"{name}": {written}}}'
+            return f"{shown} is a mean over {words}, but {_declared(runs, part)}: give weight={given}."
+    if part.is_given_by([1.0] * len(part.pieces)):
+        return (
+            f"{shown} is a sum over the samples, or divides by a fixed number itself (the number of micro-batches, the "
+            f"size of the whole batch), but {_declared(runs, part)}: return bb.Sum(loss)."
+        )
+    if _is_counted_each_time(runs, name, part, batch_norm):
+        return (
+            f"{shown} has a part that does not depend on the samples, such as a weight penalty, and that is counted "
+            f"once for each micro-batch: return that part by itself, as bb.Constant(penalty)."
+        )
+    weights = part.solved()
+    if weights is not None:
+        sizes = ", ".join(str(piece.num_samples) for piece in part.pieces)
+        counts = ", ".join(f"{weight:.3g}" for weight in weights)
+        return (
+            f"{shown} is a mean over something that is neither samples nor tokens (micro-batches of {sizes} samples "
+            f"count {counts}), but {_declared(runs, part)}: return bb.Ratio(numerator, denominator), or give a "
+            f"function as weight."
+        )
+    layer = first_layer_across_samples(runs, part, batch_norm)
+    if layer is not None:
+        return (
+            f"The model couples samples: {layer} gives a sample other outputs when it comes in another micro-batch. "
+            f"Such a model cannot be cut in this version: {_at_once(runs)}."
+        )
+    return (
+        f"{shown} couples samples: it compares or pools them (contrastive, pairwise, Dice, a root of a mean), so no "
+        f"weights of the micro-batches make it up. Such a loss cannot be cut in this version: {_at_once(runs)}. If it "
+        f"adds up means over different things, return them by name in a dict, each with its weight."
+    )
+
+
+def _is_counted_each_time(runs: Runs, name: str, part: Parts, batch_norm: str | None) -> bool:
+    """Whether what is too much grows with the number of micro-batches less one, as what is in each of them does."""
+    if runs.num_samples < 3:
+        return False
+    size = -(-runs.num_samples // 3)
+    other = parts_of(runs, size, batch_norm, part.tolerance)[name]
+    times = len(other.pieces) - 1
+    first, second = part.excess(part.declared()) / (len(part.pieces) - 1), other.excess(other.declared())
+    difference = float((second - times * first).norm())
+    return times > len(part.pieces) - 1 and difference <= part.tolerance * float(second.norm())
+
+
+def _declared(runs: Runs, part: Parts) -> str:
+    """What the term was taken for."""
+    weight = runs.options.weight
+    if part.kind == "mean":
+        by = weight if isinstance(weight, str) else "samples" if weight is None else "the weight= that was given"
+        return f"was weighed by {by}"
+    return f"was returned as a bb.{part.kind.capitalize()}"
+
+
+def _in_two(runs: Runs) -> int:
+    """The size of an uneven cut into two, where there are enough samples for one."""
+    return min(runs.num_samples // 2 + 1, runs.num_samples - 1)
+
+
+def _at_once(runs: Runs) -> str:
+    return (
+        "run the batch at once, with modules recomputed where memory is short: bb.plan(model, loss_fn, batch, "
+        f"memory_budget=..., micro_batch_size={runs.num_samples})"
+    )
+
+
+def _layers(names: list[str]) -> str:
+    return f"the layer{'s' if len(names) > 1 else ''} {format_names(names, most=6)}"
+
+
+def first_layer_across_samples(runs: Runs, part: Parts, batch_norm: str | None) -> str | None:
+    """The first layer whose output for the samples of the first micro-batch depends on the samples beside them."""
+    alone: list[tuple[str, torch.Tensor]] = []
+    with _Listening(runs.model, lambda name, output: alone.append((name, output.clone()))):
+        runs.forward(part.pieces[0].micro_batch, batch_norm=batch_norm)
+    expected, different = iter(alone), []
+
+    def compare(name: str, output: torch.Tensor) -> None:
+        found = next(expected, None)
+        if found is not None and found[0] == name and _differ(found[1], output, part.tolerance):
+            different.append(name)
+
+    with _Listening(runs.model, compare):
+        runs.forward(batch_norm=batch_norm)
+    if not different:
+        return None
+    return f"{different[0]!r}, a {type(runs.model.get_submodule(different[0])).__name__}," if different[0] else "it"
+
+
+def _differ(alone: torch.Tensor, together: torch.Tensor, tolerance: float) -> bool:
+    """Whether the first rows are others; False where rows are not those of samples."""
+    if alone.dim() == 0 or alone.shape[1:] != together.shape[1:] or alone.shape[0] >= together.shape[0]:
+        return False
+    return relative_differences({"": together[: len(alone)]}, {"": alone})[""] > tolerance
+
+
+class _Listening:
+    """Within it, a function gets the name of a layer and each tensor that the layer returns."""
+
+    def __init__(self, model: nn.Module, tell: Any):
+        self._model = model
+        self._tell = tell
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self._model.named_modules():
+            self._handles.append(module.register_forward_hook(self._hook(name)))
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for leaf in leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                    self._tell(name, leaf.detach())
+
+        return hook

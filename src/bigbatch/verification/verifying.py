@@ -1,0 +1,183 @@
+"""Whether a batch that is cut has the gradient of the whole batch, tried in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.batch.sizes import micro_batch_sizes
+from bigbatch.errors import ArgumentError, BatchError, BigBatchError, OptionError
+from bigbatch.stepping import batchnorm
+from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
+from bigbatch.stepping.undo import Generators
+from bigbatch.values import StepOptions, check_positive
+from bigbatch.verification import reasons
+from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, DType, relative_differences
+from bigbatch.verification.runs import Found, Runs, check_can_be_run_at_once, untouched
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    micro_batch_size: int | None = None,
+    dtype: DType = "float64",
+    **step_options: Any,
+) -> Comparison:
+    r"""Compare the gradient of a batch that is cut with that of the whole batch at once, and say why they differ.
+
+    Everything runs on a private copy of the model in ``dtype``, without dropout. In float64 rounding is about 1e-15,
+    so what is left is a mistake: a loss that is a mean over other things than was said, a loss or a layer that looks
+    across samples, something that changes from call to call. The whole batch is run by ``loss_fn`` and autograd alone,
+    and the cut by ``accumulate``. Model, ``.grad``, buffers, flags and random numbers stay as they are.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> batch = torch.randn(10, 3), torch.randn(10, 1)
+    >>> verify(model, lambda m, b: (m(b[0]) - b[1]).square().mean(), batch).equal
+    True
+    >>> print(verify(model, lambda m, b: (m(b[0]) - b[1]).square().sum(), batch).findings[0])
+    The loss is a sum over the samples, or divides by a fixed number itself (the number of micro-batches, the size of \
+the whole batch), but was weighed by samples: return bb.Sum(loss).
+
+    Args:
+        model: As it is trained: its layers are run in the mode that they are in.
+        loss_fn: As for ``accumulate``.
+        batch: The whole batch, with two samples or more; a small one will do.
+        micro_batch_size: Of the cut. None: an uneven cut in two, and micro-batches of one sample (of two where
+            BatchNorm needs them).
+        dtype: ``"float64"``, or ``"float32"`` for code that cannot run in float64, where less can be told.
+        step_options: Those of ``StepOptions``; what a step does after the gradient has no effect.
+
+    Raises:
+        ArgumentError: The model cannot be copied, or an argument is of the wrong kind.
+        BatchError: The batch cannot be cut, or has less than two samples.
+        LossError: What ``loss_fn`` returned is no loss, or it reaches no parameter of the model.
+        OptionError: An option has a value that it cannot have.
+    """
+    check_model(model)
+    check_loss_fn(loss_fn)
+    check_one_process()
+    check_can_be_run_at_once(batch)
+    if dtype not in MAX_DIFFERENCE:
+        raise OptionError(f"dtype={dtype!r}; it is one of {', '.join(map(repr, MAX_DIFFERENCE))}.")
+    if micro_batch_size is not None:
+        check_positive("micro_batch_size", micro_batch_size)
+    options = StepOptions.of(step_options)
+    with untouched(model):
+        runs = _private(model, loss_fn, batch, options, getattr(torch, dtype))
+        whole = _whole(runs, dtype)
+        return _compared(runs, whole, _sizes(runs, micro_batch_size), dtype, options)
+
+
+def _private(model: nn.Module, loss_fn: Any, batch: Any, options: StepOptions, dtype: torch.dtype) -> Runs:
+    try:
+        return Runs(model, loss_fn, batch, options, dtype)
+    except BigBatchError:
+        raise
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise ArgumentError(
+            f"The model cannot be copied in {dtype}: {error}. verify needs a private copy: make it so that "
+            f"copy.deepcopy(model) works."
+        ) from error
+
+
+def _whole(runs: Runs, dtype: str) -> Found:
+    try:
+        return runs.whole()
+    except BigBatchError:
+        raise
+    except Exception as error:
+        error.add_note(
+            f"In the whole batch at once, which bb.verify runs in {dtype} on a copy of the model"
+            + ('; code that needs float32 is verified with dtype="float32".' if dtype == "float64" else ".")
+        )
+        raise
+
+
+def _sizes(runs: Runs, micro_batch_size: int | None) -> list[int]:
+    """Sizes of the micro-batches of the cuts that are tried."""
+    num_samples = runs.num_samples
+    if num_samples == 0 and micro_batch_size is None:
+        raise BatchError("The samples of the batch cannot be counted; give micro_batch_size=.")
+    if num_samples == 1:
+        raise BatchError("The batch has 1 sample, which cannot be cut; give at least 2.")
+    if micro_batch_size is not None:
+        if num_samples and micro_batch_size >= num_samples:
+            raise OptionError(
+                f"micro_batch_size={micro_batch_size} cuts nothing: the batch has {num_samples} samples. Give less."
+            )
+        return [micro_batch_size]
+    sizes = dict.fromkeys([min(num_samples // 2 + 1, num_samples - 1), _smallest(runs)])
+    return [size for size in sizes if len(micro_batch_sizes(num_samples, size, _smallest(runs))) > 1] or [1]
+
+
+def _smallest(runs: Runs) -> int:
+    policy = runs.options.batch_norm
+    layers = batchnorm.layers_of(runs.model)
+    return 2 if any(batchnorm.uses_batch_statistics(layer, policy) for layer in layers) else 1
+
+
+def _compared(runs: Runs, whole: Found, sizes: Sequence[int], dtype: DType, options: StepOptions) -> Comparison:
+    rng = Generators(next((p.device for p in runs.model.parameters()), torch.device("cpu")))
+    again = _distance([runs.whole()], whole, dtype)
+    drew_random_numbers = rng.were_used()
+    cuts = [runs.cut(size) for size in sizes]
+    found = dataclasses.replace(_distance(cuts, whole, dtype), deterministic=again.equal)
+    notes = _notes(runs, options)
+    if not math.isfinite(whole.loss):
+        findings = [f"The loss of the whole batch is {whole.loss}, so there is no gradient to compare with."]
+    elif not again.equal:
+        findings = [reasons.not_deterministic(max(again.worst[1], again.loss_difference), drew_random_numbers)]
+    else:
+        unequal = [size for size, cut in zip(sizes, cuts, strict=True) if not _distance([cut], whole, dtype).equal]
+        findings = [*_findings(runs, found, unequal), *reasons.layers_without_gradient(whole)]
+    return dataclasses.replace(found, findings=tuple(findings), notes=notes)
+
+
+def _distance(cuts: Sequence[Found], whole: Found, dtype: DType) -> Comparison:
+    per_cut = [relative_differences(cut.gradients, whole.gradients) for cut in cuts]
+    worst = {name: max(differences[name] for differences in per_cut) for name in whole.gradients}
+    losses = [abs(cut.loss - whole.loss) / max(abs(whole.loss), 1.0) for cut in cuts]
+    return Comparison(
+        dict(sorted(worst.items(), key=lambda item: -item[1])),
+        max(loss if math.isfinite(loss) else math.inf for loss in losses),
+        tuple(cut.sizes for cut in cuts),
+        dtype,
+    )
+
+
+def _findings(runs: Runs, found: Comparison, unequal: Sequence[int]) -> list[str]:
+    """Why these cuts are not the whole batch."""
+    layers = reasons.batch_norms(runs, found.worst[1])
+    if not unequal or (layers and not reasons.can_be_frozen(runs)):
+        return layers
+    policy = None
+    if layers:
+        # What is wrong beside BatchNorm shows when the layers use their running statistics.
+        policy = "frozen"
+        whole = runs.whole(batch_norm=policy)
+        cuts = {size: runs.cut(size, batch_norm=policy) for size in unequal}
+        unequal = [size for size, cut in cuts.items() if not _distance([cut], whole, found.dtype).equal]  # pyright: ignore
+        if not unequal:
+            return layers
+    return [*layers, *reasons.terms_that_do_not_add_up(runs, unequal, found, policy)]
+
+
+def _notes(runs: Runs, options: StepOptions) -> tuple[str, ...]:
+    notes = []
+    if runs.dropouts or runs.drops_in_functions:
+        notes.append(
+            "Dropout was switched off on the copy: in a step, micro-batches draw other masks than the whole batch "
+            "would, from the same distribution."
+        )
+    if options.precision not in ("fp32", torch.float32):
+        named = options.precision if isinstance(options.precision, str | torch.dtype) else "fp16"
+        notes.append(f"precision={named} was left out: rounding in 16 bits would hide what is compared.")
+    return tuple(notes)
