@@ -10,7 +10,7 @@ import torch
 
 from bigbatch.batch.logical import LogicalBatch
 from bigbatch.batch.resizing import micro_batch_of
-from bigbatch.errors import RecomputeError, TraceError
+from bigbatch.errors import BatchError, RecomputeError, TraceError
 from bigbatch.memory.kernels import Kernel, Workspaces, watching_kernels
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.costs import NOTHING, Line, MemoryProfile
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
 
 Fits = Callable[[int, bool], bool]
+_Calls = list[tuple[Kernel, float]]
 
 _SMALL, _LARGE = 2, 8
 """Micro-batches in which kernels are watched. Some kernels treat a single sample in a way of their own."""
@@ -50,7 +51,7 @@ def find_workspace(step: Step, batch: Any, shadow: Shadow, profile: MemoryProfil
     busy = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     if not plans or (busy and step.accumulator.device.type == "cpu"):
         return NOTHING
-    sizes, shadow.workspaces = _measured(step, batch, plans[0], profile.smallest_micro_batch, most, fits)
+    sizes, shadow.workspaces = _measured(step, batch, plans[0], most, fits)
     if not any(known for _, known in shadow.workspaces):
         return NOTHING
     found = [(size, max(_beyond_tensors(shadow, size, plan) for plan in plans)) for size in sizes]
@@ -73,8 +74,16 @@ def _plans(shadow: Shadow, profile: MemoryProfile, most: int, fits: Fits) -> Ite
             yield plan
 
 
+def _unless_refused(run: Callable[[], _Calls]) -> _Calls | None:
+    """What a run of a single sample gives; None where BatchNorm refuses it, having one value per channel."""
+    try:
+        return run()
+    except BatchError:
+        return None
+
+
 def _measured(
-    step: Step, batch: Any, plan: Plan, smallest: int, most: int, fits: Fits
+    step: Step, batch: Any, plan: Plan, most: int, fits: Fits
 ) -> tuple[list[int], tuple[tuple[int, Workspaces], ...]]:
     """The sizes that were run, and what kernels need in micro-batches of so many samples and more."""
     with put_back_afterwards(step), without_compiled_code(step.model), apply(plan, step.model):
@@ -92,7 +101,7 @@ def _measured(
         sizes = [larger for larger in (min(_LARGE, most), 2 * size) if may_run(larger)][:1]
         sizes += [_MANY] if may_run(_MANY) else []
         calls = [kernels_of(larger)[0] for larger in sizes]
-        single = kernels_of(1)[0] if smallest < size else None
+        single = _unless_refused(lambda: kernels_of(1)[0]) if size > 1 else None
     found = [(1, Workspaces(small, calls[0] if calls else small))]
     if single is not None:
         found = [(1, Workspaces(single, single)), (size, found[0][1])]

@@ -23,7 +23,7 @@ from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.losses import Term, plain_loss, terms_of, value_of
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.values import AFTER_THE_GRADIENT, StepOptions
-from bigbatch.verification.widening import Widened, switch_dropout_off, wide_batch, widened
+from bigbatch.verification.widening import Widened, switch_dropout_off, switch_recompute_off, wide_batch, widened
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -49,7 +49,7 @@ class Runs:
     Each run leaves the buffers of the copy as they were, but not the random numbers: two runs draw different ones.
 
     Args:
-        model: Is copied as it is, with its training flags, and dropout is switched off in the copy.
+        model: Is copied as it is, with its training flags; dropout and recompute are switched off in the copy.
         loss_fn: As for ``accumulate``.
         batch: As for ``accumulate``, but not a ``LogicalBatch``.
         options: Of the step. Those of what a step does with the gradient have no effect, nor has ``precision``.
@@ -72,6 +72,7 @@ class Runs:
     ):
         self._mode = Widened(dtype)
         self.model = copy.deepcopy(model).to(dtype)
+        switch_recompute_off(self.model)
         self.dropouts = switch_dropout_off(self.model)
         self._loss_fn = loss_fn
         self.options = _options_of_the_gradient(options, dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.batch.sizes import micro_batch_sizes
+from bigbatch.batch.sizes import smallest_without_single
 from bigbatch.errors import ArgumentError, BatchError, BigBatchError, OptionError
 from bigbatch.stepping import batchnorm
 from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
@@ -42,9 +42,8 @@ def verify(
     >>> batch = torch.randn(10, 3), torch.randn(10, 1)
     >>> verify(model, lambda m, b: (m(b[0]) - b[1]).square().mean(), batch).equal
     True
-    >>> print(verify(model, lambda m, b: (m(b[0]) - b[1]).square().sum(), batch).findings[0])
-    The loss is a sum over the samples, or divides by a fixed number itself (the number of micro-batches, the size of \
-the whole batch), but was weighed by samples: return bb.Sum(loss).
+    >>> print(verify(model, lambda m, b: (m(b[0]) - b[1]).square().sum(), batch).findings[0][-48:])
+    but was weighed by samples: return bb.Sum(loss).
 
     Args:
         model: As it is trained: its layers are run in the mode that they are in.
@@ -114,14 +113,19 @@ def _sizes(runs: Runs, micro_batch_size: int | None) -> list[int]:
                 f"micro_batch_size={micro_batch_size} cuts nothing: the batch has {num_samples} samples. Give less."
             )
         return [micro_batch_size]
-    sizes = dict.fromkeys([min(num_samples // 2 + 1, num_samples - 1), _smallest(runs)])
-    return [size for size in sizes if len(micro_batch_sizes(num_samples, size, _smallest(runs))) > 1] or [1]
+    smallest = smallest_without_single(num_samples) if _sees_statistics(runs) else 1
+    sizes = [size for size in dict.fromkeys([max(num_samples // 2 + 1, smallest), smallest]) if size < num_samples]
+    if not sizes:
+        raise BatchError(
+            f"The batch has {num_samples} samples, which cannot be cut into micro-batches of 2 or more, as BatchNorm "
+            f"needs them; give at least 4."
+        )
+    return sizes
 
 
-def _smallest(runs: Runs) -> int:
+def _sees_statistics(runs: Runs) -> bool:
     policy = runs.options.batch_norm
-    layers = batchnorm.layers_of(runs.model)
-    return 2 if any(batchnorm.uses_batch_statistics(layer, policy) for layer in layers) else 1
+    return any(batchnorm.uses_batch_statistics(layer, policy) for layer in batchnorm.layers_of(runs.model))
 
 
 def _compared(runs: Runs, whole: Found, sizes: Sequence[int], dtype: DType, options: StepOptions) -> Comparison:

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from bigbatch.batch.structure import mapped
+from bigbatch.stepping.recording import apply_quietly
+from bigbatch.values import Plan
 
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
 # Called with a keyword ``training``.
@@ -121,3 +123,11 @@ def switch_dropout_off(model: nn.Module) -> list[str]:
             module.dropout = 0.0
             found.append(name)
     return found
+
+
+def switch_recompute_off(model: nn.Module) -> None:
+    """Keep what was recomputed: autograd recomputes outside of ``Widened``, where casts would be narrow again."""
+    apply_quietly(Plan(micro_batch_size=1), model)
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", None) is True:  # the switch of models of transformers
+            module.gradient_checkpointing = False
