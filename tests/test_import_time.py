@@ -12,6 +12,7 @@ MAX_SECONDS = 0.2
 IMPORT = "import bigbatch"
 HELP = "from bigbatch.cli.main import main; assert main(['--help']) == 0"
 TRAIN_HELP = HELP.replace("'--help'", "'train', '--help'")
+VERIFY_HELP = HELP.replace("'--help'", "'verify', '--help'")
 TORCH = "import torch"
 
 
@@ -35,7 +36,9 @@ def fastest_seconds(code: str, num_runs: int = 5) -> float:
     return min(seconds(code) for _ in range(num_runs))
 
 
-@pytest.mark.parametrize("code", [IMPORT, HELP, TRAIN_HELP], ids=["import", "--help", "train --help"])
+@pytest.mark.parametrize(
+    "code", [IMPORT, HELP, TRAIN_HELP, VERIFY_HELP], ids=["import", "--help", "train --help", "verify --help"]
+)
 def test_torch_is_not_loaded(code):
     loaded = run(code + "\nimport sys; print(); print(*sys.modules)").splitlines()[-1].split()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from bigbatch.batch.structure import leaves
+from bigbatch.memory.naming import unwrapped
 from bigbatch.stepping import batchnorm
 from bigbatch.units import format_names
 from bigbatch.verification.adding_up import Parts, candidates, parts_of
@@ -26,9 +27,9 @@ def layers_without_gradient(whole: Found) -> list[str]:
     if not layers:
         return []
     return [
-        f"{_layers(layers)} never get a gradient from this batch: something between them and the loss runs under "
-        f"torch.no_grad() or .detach(), or the loss does not use them. Freeze them with requires_grad_(False) if that "
-        f"is meant."
+        f"{_layers(layers)} never {_s('get', layers)} a gradient from this batch: something between "
+        f"them and the loss runs under torch.no_grad() or .detach(), or the loss does not use them. Freeze them with "
+        f"requires_grad_(False) if that is meant."
     ]
 
 
@@ -47,7 +48,7 @@ def not_deterministic(difference: float, drew_random_numbers: bool) -> str:
 def batch_norms(runs: Runs, worst: float) -> list[str]:
     """A finding about the layers that normalise by the micro-batch they get, if there are any."""
     policy = runs.options.batch_norm
-    named = runs.model.named_modules()
+    named = unwrapped(runs.model).named_modules()
     found = {
         name: layer
         for name, layer in named
@@ -56,8 +57,8 @@ def batch_norms(runs: Runs, worst: float) -> list[str]:
     if not found:
         return []
     text = (
-        f"BatchNorm: {_layers(list(found))} see the statistics of each micro-batch, and not of the whole batch (up to "
-        f'{worst:.1e} off). Take GroupNorm, give batch_norm="frozen", or {_at_once(runs)}.'
+        f"BatchNorm: {_layers(list(found))} {_s('see', found)} the statistics of each micro-batch, and not of "
+        f'the whole batch (up to {worst:.1e} off). Take GroupNorm, give batch_norm="frozen", or {_at_once(runs)}.'
     )
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in found.values()):
         text += " SyncBatchNorm joins ranks, not micro-batches."
@@ -164,14 +165,19 @@ def _at_once(runs: Runs) -> str:
     )
 
 
+def _s(verb: str, names: Collection[str]) -> str:
+    return f"{verb}s" if len(names) == 1 else verb
+
+
 def _layers(names: list[str]) -> str:
     return f"the layer{'s' if len(names) > 1 else ''} {format_names(names, most=6)}"
 
 
 def first_layer_across_samples(runs: Runs, part: Parts, batch_norm: str | None) -> str | None:
     """The first layer whose output for the samples of the first micro-batch depends on the samples beside them."""
+    model = unwrapped(runs.model)
     alone: list[tuple[str, torch.Tensor]] = []
-    with _Listening(runs.model, lambda name, output: alone.append((name, output.clone()))):
+    with _Listening(model, lambda name, output: alone.append((name, output.clone()))):
         runs.forward(part.pieces[0].micro_batch, batch_norm=batch_norm)
     expected, different = iter(alone), []
 
@@ -180,11 +186,11 @@ def first_layer_across_samples(runs: Runs, part: Parts, batch_norm: str | None) 
         if found is not None and found[0] == name and _differ(found[1], output, part.tolerance):
             different.append(name)
 
-    with _Listening(runs.model, compare):
+    with _Listening(model, compare):
         runs.forward(batch_norm=batch_norm)
     if not different:
         return None
-    return f"{different[0]!r}, a {type(runs.model.get_submodule(different[0])).__name__}," if different[0] else "it"
+    return f"{different[0]!r}, a {type(model.get_submodule(different[0])).__name__}," if different[0] else "it"
 
 
 def _differ(alone: torch.Tensor, together: torch.Tensor, tolerance: float) -> bool:

@@ -17,6 +17,7 @@ from bigbatch.batch.logical import LogicalBatch, Piece, pieces_of
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.weighing import Weigher
 from bigbatch.errors import BatchError, BigBatchWarning, LossError
+from bigbatch.memory.naming import unwrapped
 from bigbatch.stepping import batchnorm
 from bigbatch.stepping.accumulating import accumulate
 from bigbatch.stepping.compiled import without_compiled_code
@@ -77,7 +78,7 @@ class Runs:
         self._loss_fn = loss_fn
         self.options = _options_of_the_gradient(options, dtype)
         self._batch = batch if options.collate is not None else wide_batch(batch, dtype)
-        self._named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._named = {name: p for name, p in unwrapped(self.model).named_parameters() if p.requires_grad}
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         for p in self._named.values():
             p.grad = None

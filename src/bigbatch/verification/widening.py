@@ -130,4 +130,4 @@ def switch_recompute_off(model: nn.Module) -> None:
     apply_quietly(Plan(micro_batch_size=1), model)
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", None) is True:  # the switch of models of transformers
-            module.gradient_checkpointing = False
+            module.__dict__["gradient_checkpointing"] = False

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from bigbatch.verification.comparison import relative_differences
+
+
+def test_a_difference_is_relative_to_its_parameter():
+    expected = {"b": torch.tensor([1000.0]), "a": torch.tensor([3.0, 4.0])}
+
+    found = relative_differences({"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([1001.0])}, expected)
+
+    assert found == {"a": pytest.approx(0.1), "b": pytest.approx(0.001)}
+    assert list(found) == ["a", "b"]
+
+
+def test_a_parameter_that_is_zero_in_truth_does_not_count_as_infinitely_far():
+    expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
+
+    found = relative_differences({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1e-12])}, expected)
+
+    assert 0 < found["b"] < 1e-8
+
+
+def test_none_is_zeros():
+    some = {"a": torch.tensor([3.0, 4.0]), "b": None}
+
+    assert relative_differences({"a": some["a"], "b": torch.zeros(2)}, some) == {"a": 0.0, "b": 0.0}
+    assert relative_differences({"a": None, "b": None}, some)["a"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_infinitely_far(bad):
+    """And not near, as every comparison with NaN would have it."""
+    some = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0])}
+    broken = {"a": torch.tensor([3.0, bad]), "b": torch.tensor([1.0])}
+
+    assert relative_differences(broken, some) == {"a": math.inf, "b": 0.0}
+    assert relative_differences(some, broken)["a"] == math.inf
