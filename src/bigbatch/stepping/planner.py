@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 
 from bigbatch.batch.logical import num_samples_of
 from bigbatch.batch.resizing import micro_batch_of
-from bigbatch.batch.sizes import micro_batch_sizes
+from bigbatch.batch.sizes import micro_batch_sizes, part_sizes
 from bigbatch.errors import BudgetError, OptionError, RecomputeError, TraceError
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.cards import Card, find_card
@@ -25,7 +26,7 @@ from bigbatch.stepping import sizing
 from bigbatch.stepping.pricing import Roofline
 from bigbatch.stepping.profiling import bytes_of_batch, profile_of
 from bigbatch.stepping.shadow import Shadow
-from bigbatch.stepping.timing import timed
+from bigbatch.stepping.timing import timed, tried
 from bigbatch.stepping.workspace import find_workspace
 from bigbatch.values import Plan
 
@@ -36,6 +37,8 @@ UNLIMITED = 2**60
 """Bytes that stand for no budget."""
 _DEFAULT_CARD = "a100-80gb"
 _MOST_ROUNDS = 8
+_MOST_SIZES, _MOST_RIVALS = 8, 3
+_ABOUT_AS_FAST, _SURELY_FASTER = 1.1, 0.995
 _WORTH_ANOTHER_ROUND = 0.01
 """Of the budget: when so much more was expected than is needed, there may be a faster plan."""
 
@@ -137,14 +140,19 @@ class Planner:
             segments = simulation.chain.every_block() if recompute_all else ()
             return simulation.peak_of(segments) + simulation.workspace_bytes <= room
 
-        accumulator = self.step.accumulator
-        # Two micro-batches are run at a time, which may be more samples than a batch has.
-        most_samples, accumulator.most_samples = accumulator.most_samples, None
-        try:
+        with self._any_number_of_samples():
             found = find_workspace(self.step, self.batch, self.shadow, self.traced, batch_size, fits)
             known = self.traced.workspace
             workspace = Line(known.fixed + found.fixed, known.per_sample + found.per_sample)
             return timed(self.step, self.batch, replace(self.traced, workspace=workspace), fits, batch_size)
+
+    @contextlib.contextmanager
+    def _any_number_of_samples(self) -> Iterator[None]:
+        """Two micro-batches are run at a time, which may be more samples than a batch has."""
+        accumulator = self.step.accumulator
+        most_samples, accumulator.most_samples = accumulator.most_samples, None
+        try:
+            yield
         finally:
             accumulator.most_samples = most_samples
 
@@ -217,11 +225,43 @@ class Planner:
         while True:
             try:
                 found = self._within(profile, batch_size, budget, choose)
+                if profile.timing == "measured" and micro_batch_size is None and recompute is None:
+                    found = self._fastest_in_trial(found, profile, batch_size, budget)
                 return replace(found, budget_bytes=budget_bytes)
             except _CannotRecomputeError as error:
                 if recompute not in (None, "all"):
                     raise error.cause from None
                 profile = self._without(error.plan, profile)
+
+    def _fastest_in_trial(self, plan: Plan, profile: MemoryProfile, batch_size: int, budget_bytes: int) -> Plan:
+        """The plan, or one of other micro-batches that should be about as fast and, tried in turns with it, is faster.
+
+        Times of sizes that were not measured lie on lines between those that were, and kernels do not.
+        """
+        size, rivals = plan.micro_batch_size, [plan]
+        sizes = {*part_sizes(batch_size, profile.smallest_micro_batch), batch_size} - {size}
+        for other in sorted(sizes, key=lambda other: abs(math.log(other / size)))[:_MOST_SIZES]:
+            try:
+                chosen = search(
+                    profile,
+                    batch_size=batch_size,
+                    budget_bytes=budget_bytes,
+                    margin=self.margin,
+                    micro_batch_size=other,
+                )
+            except BudgetError:
+                continue
+            if _seconds(chosen) < _ABOUT_AS_FAST * _seconds(plan):
+                rivals.append(chosen)
+        rivals = [plan, *sorted(rivals[1:], key=_seconds)[:_MOST_RIVALS]]
+        traced = [plan, *(self._traced(rival, batch_size) for rival in rivals[1:])]
+        fitting = [rival for rival in traced if self._budget_for(rival, profile) <= budget_bytes]
+        if len(fitting) == 1:
+            return plan
+        with self._any_number_of_samples():
+            times = tried(self.step, self.batch, fitting, [self._sizes(rival, batch_size) for rival in fitting])
+        seconds, fastest = min(zip(times, fitting, strict=True), key=lambda pair: pair[0])
+        return replace(fastest, step_seconds=seconds) if seconds < _SURELY_FASTER * times[0] else plan
 
     def _within(
         self, profile: MemoryProfile, batch_size: int, budget_bytes: int, choose: Callable[[int], Plan]
@@ -254,7 +294,7 @@ class Planner:
         if spared < _WORTH_ANOTHER_ROUND * budget_bytes or not chosen.recompute:
             return plan
         other = self._traced(choose(budget_bytes + spared), batch_size)
-        is_faster = (other.step_seconds or 0) < (plan.step_seconds or 0)
+        is_faster = _seconds(other) < _seconds(plan)
         return other if is_faster and self._budget_for(other, profile) <= budget_bytes else plan
 
     def _leanest(
@@ -314,6 +354,10 @@ class Planner:
         except (RecomputeError, TraceError):
             return False
         return True
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.step_seconds or 0.0
 
 
 class _CannotRecomputeError(Exception):

@@ -20,8 +20,8 @@ from bigbatch.errors import BigBatchError
 from bigbatch.stepping.losses import Term
 from bigbatch.verification.runs import Runs
 
-_ROWS_PER_UNKNOWN = 8
-"""Entries of the gradient for each weight that is solved for; with fewer, any gradient is a sum of the others."""
+_SPARE_ENTRIES = 2
+"""Of the gradient, beside one for each weight that is solved for; with fewer, any gradient is a sum of the others."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Parts:
     Attributes:
         pieces: The micro-batches.
         terms: The term in each.
+        together: The term of the whole batch.
         whole: Its gradient over the whole batch, as one vector.
         alone: Its gradient over each micro-batch alone.
         tolerance: Relative to the gradient: what is up to it is rounding.
@@ -38,6 +39,7 @@ class Parts:
 
     pieces: Sequence[Piece]
     terms: Sequence[Term]
+    together: Term
     whole: torch.Tensor
     alone: Sequence[torch.Tensor]
     tolerance: float
@@ -70,18 +72,27 @@ class Parts:
         scale = max(float(self.whole.norm()), 1e-3 * max(sizes, default=0.0))
         return float(self.excess(weights).norm()) <= self.tolerance * scale
 
+    @property
+    def can_be_solved(self) -> bool:
+        """Whether the gradient has entries enough to tell that there are no weights."""
+        return int(self._columns().abs().amax(1).count_nonzero()) >= len(self.pieces) + _SPARE_ENTRIES
+
+    def _columns(self) -> torch.Tensor:
+        """The gradients of the micro-batches side by side; zeros for a mean over nothing, which is NaN."""
+        return torch.stack([g if bool(g.isfinite().all()) else torch.zeros_like(g) for g in self.alone], dim=1)
+
     def solved(self) -> list[float] | None:
-        """The weights that give the true gradient and add up to 1; None when there are none, or too little to tell."""
-        finite = [bool(g.isfinite().all()) for g in self.alone]
-        columns = torch.stack([g for g, good in zip(self.alone, finite, strict=True) if good], dim=1).cpu()
-        used = columns.abs().amax(1) > 0
-        if int(used.sum()) < _ROWS_PER_UNKNOWN * columns.shape[1]:
-            return None
-        found = iter(torch.linalg.lstsq(columns[used], self.whole.cpu()[used, None]).solution[:, 0].tolist())
-        weights = [next(found) if good else 0.0 for good in finite]
+        """The weights that give the true gradient and add up to 1; None when there are none."""
+        # The driver that takes columns of zeros exists on the host only.
+        weights = torch.linalg.lstsq(self._columns().cpu(), self.whole.cpu()[:, None], driver="gelsd").solution
+        weights = weights[:, 0].tolist()
         # Those of a root of a mean exist too, but depend on the values and do not add up to 1.
         is_mean = abs(sum(weights) - 1) <= 1e3 * self.tolerance and min(weights) >= -self.tolerance
-        return weights if is_mean and self.is_given_by(weights) else None
+        return weights if is_mean and self.is_given_by([c if c > self.tolerance else 0.0 for c in weights]) else None
+
+    def denominators(self) -> tuple[float, float]:
+        """Of a ratio: those of the micro-batches added up, and that of the whole batch."""
+        return sum(float(term.denominator) for term in self.terms), float(self.together.denominator)
 
 
 def shares(weights: Sequence[float]) -> list[float]:
@@ -97,9 +108,14 @@ def parts_of(runs: Runs, micro_batch_size: int, batch_norm: str | None, toleranc
     found = [runs.terms(piece.micro_batch, batch_norm=batch_norm) for piece in pieces]
     return {
         name: Parts(
-            pieces, [terms[name][0] for terms in found], gradient, [terms[name][1] for terms in found], tolerance
+            pieces,
+            [terms[name][0] for terms in found],
+            together,
+            gradient,
+            [terms[name][1] for terms in found],
+            tolerance,
         )
-        for name, (_, gradient) in whole.items()
+        for name, (together, gradient) in whole.items()
     }
 
 
@@ -115,7 +131,7 @@ def candidates(runs: Runs, micro_batch_size: int) -> Iterator[tuple[str, str, li
         except BigBatchError:
             continue  # no leaf named labels
         yield words, f'"{spec}"', shares([piece.weights[None] for piece in pieces])
-    plain = runs.pieces(micro_batch_size, "samples")
+    plain = runs.pieces(micro_batch_size, runs.options.weight)
     ignoring = {path for piece in plain for path, leaf in _whole_numbers(piece.micro_batch) if (leaf == IGNORED).any()}
     for path in sorted(ignoring):
         for words, written, count in _COUNTS:

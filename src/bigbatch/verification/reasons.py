@@ -83,7 +83,7 @@ def terms_that_do_not_add_up(
     """
     tolerance = 100 * MAX_DIFFERENCE[comparison.dtype]
     num_entries = sum(p.numel() for p in runs.model.parameters())
-    for size in dict.fromkeys([_in_two(runs), *cuts]):
+    for size in dict.fromkeys([*_in_two(runs), *cuts]):
         if num_entries * -(-runs.num_samples // size) > _MOST_ENTRIES:
             continue
         parts = parts_of(runs, size, batch_norm, tolerance)
@@ -91,7 +91,9 @@ def terms_that_do_not_add_up(
         if wrong:
             alone = len(parts) == 1
             return [_reason(runs, size, name, part, alone, batch_norm) for name, part in wrong.items()]
-    return ["The cut is not the whole batch, and no term of the loss shows why in a cut into two."]
+    return [
+        "The cut is not the whole batch, but cut in two each term of the loss adds up. Try another micro_batch_size."
+    ]
 
 
 def _reason(runs: Runs, size: int, name: str, part: Parts, alone: bool, batch_norm: str | None) -> str:
@@ -100,6 +102,13 @@ def _reason(runs: Runs, size: int, name: str, part: Parts, alone: bool, batch_no
         if part.is_given_by(weights):
             given = written if alone else f'{{"{name}": {written}}}'
             return f"{shown} is a mean over {words}, but {_declared(runs, part)}: give weight={given}."
+    added, together = part.denominators()
+    if part.kind == "ratio" and abs(added - together) > part.tolerance * abs(together):
+        return (
+            f"{shown} is a bb.Ratio whose denominators do not add up: those of the micro-batches are {added:g} "
+            f"together, that of the whole batch is {together:g}. Return a plain sum or count as the denominator, and "
+            f"no mean, clamp or constant."
+        )
     if part.is_given_by([1.0] * len(part.pieces)):
         return (
             f"{shown} is a sum over the samples, or divides by a fixed number itself (the number of micro-batches, the "
@@ -111,14 +120,8 @@ def _reason(runs: Runs, size: int, name: str, part: Parts, alone: bool, batch_no
             f"once for each micro-batch: return that part by itself, as bb.Constant(penalty)."
         )
     weights = part.solved()
-    if weights is not None:
-        sizes = ", ".join(str(piece.num_samples) for piece in part.pieces)
-        counts = ", ".join(f"{weight:.3g}" for weight in weights)
-        return (
-            f"{shown} is a mean over something that is neither samples nor tokens (micro-batches of {sizes} samples "
-            f"count {counts}), but {_declared(runs, part)}: return bb.Ratio(numerator, denominator), or give a "
-            f"function as weight."
-        )
+    if weights is not None or not part.can_be_solved:
+        return _over_something_else(runs, shown, part, weights)
     layer = first_layer_across_samples(runs, part, batch_norm)
     if layer is not None:
         return (
@@ -129,6 +132,22 @@ def _reason(runs: Runs, size: int, name: str, part: Parts, alone: bool, batch_no
         f"{shown} couples samples: it compares or pools them (contrastive, pairwise, Dice, a root of a mean), so no "
         f"weights of the micro-batches make it up. Such a loss cannot be cut in this version: {_at_once(runs)}. If it "
         f"adds up means over different things, return them by name in a dict, each with its weight."
+    )
+
+
+def _over_something_else(runs: Runs, shown: str, part: Parts, weights: list[float] | None) -> str:
+    if weights is None:
+        return (
+            f"{shown} is no mean over samples or tokens, and no sum, but {_declared(runs, part)}; the model has too few "
+            f"parameters to tell more. Return bb.Ratio(numerator, denominator) if it is a mean over something else; if "
+            f"it compares or pools samples, {_at_once(runs)}."
+        )
+    sizes = ", ".join(str(piece.num_samples) for piece in part.pieces)
+    counts = ", ".join(f"{weight:.3g}" for weight in weights)
+    return (
+        f"{shown} is a mean over something that is neither samples nor tokens (micro-batches of {sizes} samples "
+        f"count {counts}), but {_declared(runs, part)}: return bb.Ratio(numerator, denominator), or give a "
+        f"function as weight."
     )
 
 
@@ -153,15 +172,15 @@ def _declared(runs: Runs, part: Parts) -> str:
     return f"was returned as a bb.{part.kind.capitalize()}"
 
 
-def _in_two(runs: Runs) -> int:
-    """The size of an uneven cut into two, where there are enough samples for one."""
-    return min(runs.num_samples // 2 + 1, runs.num_samples - 1)
+def _in_two(runs: Runs) -> list[int]:
+    """The size of an uneven cut into two, where there are enough samples for one, and they can be counted."""
+    return [min(runs.num_samples // 2 + 1, runs.num_samples - 1)] if runs.num_samples else []
 
 
 def _at_once(runs: Runs) -> str:
     return (
         "run the batch at once, with modules recomputed where memory is short: bb.plan(model, loss_fn, batch, "
-        f"memory_budget=..., micro_batch_size={runs.num_samples})"
+        f"memory_budget=..., micro_batch_size={runs.num_samples or '...'})"
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from bigbatch.batch.logical import LogicalBatch, Piece, pieces_of
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.weighing import Weigher
-from bigbatch.errors import BatchError, BigBatchWarning, LossError
+from bigbatch.errors import BatchError, BigBatchWarning, LossError, OptionError
 from bigbatch.memory.naming import unwrapped
 from bigbatch.stepping import batchnorm
 from bigbatch.stepping.accumulating import accumulate
@@ -84,7 +84,9 @@ class Runs:
             p.grad = None
         self._undo = Undo(self.model)
         with widened(self._mode):
-            self.num_samples = pieces_of(self._batch, 1, self.options, Weigher(None)).num_samples
+            # What a split makes may have no samples that can be counted, but then it has a weight.
+            weigher = Weigher(options.weight if options.split else None)
+            self.num_samples = pieces_of(self._batch, 1, self.options, weigher).num_samples
 
     @property
     def drops_in_functions(self) -> bool:
@@ -124,6 +126,8 @@ class Runs:
         reached: tuple[torch.Tensor | None, ...] = (None,) * len(self._named)
         if loss.requires_grad:
             reached = torch.autograd.grad(loss, list(self._named.values()), allow_unused=True)
+        if any(gradient is None for gradient in reached):
+            _check_not_reentrant(loss)
         if all(gradient is None for gradient in reached):
             raise LossError(
                 "The loss reaches no parameter of the model that loss_fn was given, which is a private copy. Let "
@@ -188,6 +192,23 @@ def _options_of_the_gradient(options: StepOptions, dtype: torch.dtype) -> StepOp
     collate = options.collate
     wide = collate and (lambda samples: wide_batch(collate(samples), dtype))
     return dataclasses.replace(options, precision="fp32", collate=wide, **plain)
+
+
+def _check_not_reentrant(loss: torch.Tensor) -> None:
+    """Raise ``OptionError`` where the graph ends at a reentrant checkpoint, which hides the parameters inside."""
+    seen: set[Any] = set()
+    left = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise OptionError(
+                "The model runs torch.utils.checkpoint with use_reentrant=True, which hides the parameters inside from "
+                "autograd.grad. Write use_reentrant=False, or bb.recompute."
+            )
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
 
 
 def check_can_be_run_at_once(batch: Any) -> None:
