@@ -146,6 +146,55 @@ def test_a_list_of_samples_is_collated():
     assert not bb.verify(mlp(), token_mean, samples, collate=collate).equal
 
 
+class OnPacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(6, 5)
+
+    def forward(self, packed):
+        return self.inner(packed)[0].data
+
+
+@pytest.mark.parametrize(("weight", "equal"), [(lambda p: len(p.data), True), (lambda p: p.batch_sizes[0], False)])
+def test_a_batch_with_a_split_of_its_own_is_run_at_once_as_it_is(weight, equal):
+    sequences = [batch()["x"][i, : 4 - i // 3] for i in range(9)]
+
+    def split(packed, micro_batch_size):
+        return [nn.utils.rnn.pack_sequence(sequences[i : i + micro_batch_size]) for i in range(0, 9, micro_batch_size)]
+
+    found = bb.verify(
+        OnPacked(),
+        lambda m, b: m(b).square().mean(),
+        nn.utils.rnn.pack_sequence(sequences),
+        split=split,
+        weight=weight,
+        micro_batch_size=4,
+    )
+
+    assert found.equal == equal
+    assert equal or "neither samples nor tokens" in found.findings[0]
+
+
+def test_a_reentrant_checkpoint_is_refused():
+    class Reentrant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            hidden = torch.utils.checkpoint.checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
+            return self.head(hidden)
+
+    with pytest.raises(bb.OptionError, match="use_reentrant=True, which hides"):
+        bb.verify(Reentrant(), sample_mean, batch())
+
+
+def test_of_large_parameters_a_part_is_enough_to_tell():
+    model = nn.Sequential(nn.Linear(6, 5000), nn.Tanh(), nn.Linear(5000, 3))
+
+    assert 'weight="tokens"' in bb.verify(model, token_mean, batch()).findings[0]
+
+
 class Everything(nn.Module):
     """A counting buffer, BatchNorm, dropout, a frozen parameter."""
 

@@ -119,6 +119,16 @@ def class_weighted_ratio(model: nn.Module, b: Any) -> bb.Ratio:
     return bb.Ratio(loss, _CLASS_WEIGHTS[b["kind"]].sum())
 
 
+_CRITERION = nn.CrossEntropyLoss(weight=_CLASS_WEIGHTS, reduction="sum")
+
+
+def focal(model: nn.Module, b: Any) -> bb.Ratio:
+    """Clamps the number of positives in each micro-batch, and not in all."""
+    positive = (b["y"] > 1).double()
+    loss = F.binary_cross_entropy_with_logits(logits(model, b).sum(1), positive, reduction="sum")
+    return bb.Ratio(loss, positive.sum().clamp(min=1))
+
+
 def penalty(model: nn.Module) -> Tensor:
     return 0.1 * sum((p.square().sum() for p in model.parameters()), start=torch.zeros(()))
 
@@ -165,6 +175,7 @@ GOOD = {
     "next tokens": World(next_token_mean, options={"weight": "next_tokens"}),
     "a function as weight": World(token_mean, options={"weight": lambda b: (b["labels"] != -100).sum()}),
     "class weights as a ratio": World(class_weighted_ratio),
+    "a criterion in float32": World(lambda m, b: bb.Sum(_CRITERION(logits(m, b), b["kind"]))),
     "sum": World(lambda m, b: bb.Sum(squared(m, b).sum())),
     "penalty inside a mean": World(lambda m, b: sample_mean(m, b) + penalty(m)),
     "penalty as a constant": World(lambda m, b: (bb.Sum(squared(m, b).sum()), bb.Constant(penalty(m)))),
@@ -195,6 +206,15 @@ WRONG = {
         sample_mean, r'over samples, but was weighed by tokens: give weight="samples"', options={"weight": "tokens"}
     ),
     "class weights": World(class_weighted, r"over something .*return bb\.Ratio\(numerator, denominator\)"),
+    "a clamped denominator": World(
+        focal,
+        r"denominators do not add up: those of the micro-batches are \d together, that of the whole batch is \d\.",
+    ),
+    "too few parameters to tell": World(
+        lambda m, b: (m.weight[0, 0] * b["x"].mean() - 1).square(),
+        "too few parameters to tell more",
+        model=lambda: nn.Linear(1, 1, bias=False),
+    ),
     "sum as a mean": World(lambda m, b: squared(m, b).sum(), r"is a sum over .*return bb\.Sum\(loss\)"),
     "divides by K itself": World(
         lambda m, b: sample_mean(m, b) / (NUM_SAMPLES / len(b["y"])), r"the number of micro-batches.*return bb\.Sum"

@@ -82,9 +82,8 @@ def terms_that_do_not_add_up(
         batch_norm: The policy to run with.
     """
     tolerance = 100 * MAX_DIFFERENCE[comparison.dtype]
-    num_entries = sum(p.numel() for p in runs.model.parameters())
     for size in dict.fromkeys([*_in_two(runs), *cuts]):
-        if num_entries * -(-runs.num_samples // size) > _MOST_ENTRIES:
+        if runs.num_entries * -(-runs.num_samples // size) > _MOST_ENTRIES:
             continue
         parts = parts_of(runs, size, batch_norm, tolerance)
         wrong = {name: part for name, part in parts.items() if not part.is_given_by(part.declared())}
@@ -138,14 +137,14 @@ def _reason(runs: Runs, size: int, name: str, part: Parts, alone: bool, batch_no
 def _over_something_else(runs: Runs, shown: str, part: Parts, weights: list[float] | None) -> str:
     if weights is None:
         return (
-            f"{shown} is no mean over samples or tokens, and no sum, but {_declared(runs, part)}; the model has too few "
-            f"parameters to tell more. Return bb.Ratio(numerator, denominator) if it is a mean over something else; if "
-            f"it compares or pools samples, {_at_once(runs)}."
+            f"{shown} is no mean over samples or tokens, and no sum, but {_declared(runs, part)}; the model has too "
+            f"few parameters to tell more. Return bb.Ratio(numerator, denominator) if it is a mean over something "
+            f"else; if it compares or pools samples, {_at_once(runs)}."
         )
-    sizes = ", ".join(str(piece.num_samples) for piece in part.pieces)
+    sizes = f"of {', '.join(str(piece.num_samples) for piece in part.pieces)} samples " if runs.num_samples else ""
     counts = ", ".join(f"{weight:.3g}" for weight in weights)
     return (
-        f"{shown} is a mean over something that is neither samples nor tokens (micro-batches of {sizes} samples "
+        f"{shown} is a mean over something that is neither samples nor tokens (micro-batches {sizes}"
         f"count {counts}), but {_declared(runs, part)}: return bb.Ratio(numerator, denominator), or give a "
         f"function as weight."
     )

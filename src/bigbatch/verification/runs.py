@@ -26,6 +26,8 @@ from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.values import AFTER_THE_GRADIENT, StepOptions
 from bigbatch.verification.widening import Widened, switch_dropout_off, switch_recompute_off, wide_batch, widened
 
+_MOST_OF_A_PARAMETER = 20_000
+
 Gradients = Mapping[str, torch.Tensor | None]
 
 
@@ -167,7 +169,16 @@ class Runs:
             return list(on_device(list(found.pieces), self._device))
 
     def terms(self, micro_batch: Any = None, *, batch_norm: str | None = None) -> dict[str, tuple[Term, torch.Tensor]]:
-        """Each term of the loss of a micro-batch by name, and its gradient as one vector; None: of the whole batch."""
+        """Each term of the loss of a micro-batch by name, and its gradient as one vector.
+
+        Args:
+            micro_batch: None: the whole batch.
+            batch_norm: Instead of that of the options.
+
+        Returns:
+            The vector has the first 20,000 entries of each parameter: what adds up does so in each entry, and large
+            models have more than can be kept for each micro-batch.
+        """
         with self._running(batch_norm or self.options.batch_norm):
             micro_batch = self._whole_batch() if micro_batch is None else micro_batch
             terms = terms_of(self._loss_fn(self.model, micro_batch))
@@ -179,7 +190,12 @@ class Runs:
         if value.requires_grad:
             reached = torch.autograd.grad(value, parameters, allow_unused=True, retain_graph=True)
         dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, reached, strict=True)]
-        return torch.cat([gradient.flatten() for gradient in dense])
+        return torch.cat([gradient.flatten()[:_MOST_OF_A_PARAMETER] for gradient in dense])
+
+    @property
+    def num_entries(self) -> int:
+        """Of a gradient as ``terms`` gives it."""
+        return sum(min(p.numel(), _MOST_OF_A_PARAMETER) for p in self._named.values())
 
     def forward(self, micro_batch: Any = None, *, batch_norm: str | None = None) -> None:
         """Only the forward, without a graph, for those who listen to the layers of the copy."""
