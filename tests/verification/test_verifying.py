@@ -238,10 +238,10 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def moves_all(model, b):
-    """Draws, changes its batch and the flags of its model."""
+    """Draws, and changes its batch and the mode of its model."""
     random.random()
     torch.rand(1)
-    b["x"].mul_(1.0)
+    b["x"].mul_(2.0)
     model.train()
     return sample_mean(model, b)
 
@@ -251,6 +251,23 @@ def test_nothing_is_touched():
     before = state_of(model, given, optimizer)
     bb.verify(model, moves_all, given)
 
+    assert_untouched(before, state_of(model, given, optimizer))
+
+
+def test_nothing_is_touched_by_a_loss_that_runs_the_original_too():
+    (model, optimizer), given = trained(), batch()
+    before = state_of(model, given, optimizer)
+    seen = []
+
+    def runs_both(m, b):
+        model.train()
+        model(b["x"])
+        seen.append(float(model.calls))
+        return moves_all(m, b)
+
+    bb.verify(model, runs_both, given)
+
+    assert max(seen) > float(before[0][list(model.state_dict()).index("calls")])
     assert_untouched(before, state_of(model, given, optimizer))
 
 
