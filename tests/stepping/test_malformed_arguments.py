@@ -122,7 +122,10 @@ OF_STEP: dict[type[bb.BigBatchError], list[tuple[dict[str, Any], str]]] = {
         (dict(split=cut, micro_batch_size=None), "give micro_batch_size="),
     ],
     bb.BudgetError: [
-        (dict(micro_batch_size=None, memory_budget="100B"), r"fits in 100 B: even micro-batches of \d+ .*KiB.*Raise the budget"),
+        (
+            dict(micro_batch_size=None, memory_budget="100B"),
+            r"fits in 100 B: even micro-batches of \d+ .*KiB.*Raise the budget",
+        ),
     ],
     bb.GradientError: [
         (

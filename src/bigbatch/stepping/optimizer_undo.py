@@ -51,6 +51,11 @@ class OptimizerUndo:
 
     Args:
         optimizers: Those of a step.
+
+    Attributes:
+        is_exact: Whether ``restore`` puts everything back.
+        may_give_up: Make no more copies when they take too much of a step. Off where steps are tried or traced, which
+            take other times.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
@@ -64,6 +69,7 @@ class OptimizerUndo:
         self._dear_in_a_row = 0
         self._may_be_dear = False
         self.is_exact = False
+        self.may_give_up = True
 
     def take(self) -> None:
         """Remember how everything is now."""
@@ -76,7 +82,7 @@ class OptimizerUndo:
         self._settings = [dict(group) for optimizer in self._optimizers for group in optimizer.param_groups]
         began = time.perf_counter()
         self._copies = Copies(self._tensors)
-        if self._may_be_dear:
+        if self._may_be_dear and self.may_give_up:
             self._weigh(began, time.perf_counter())
 
     def _weigh(self, began: float, ended: float) -> None:

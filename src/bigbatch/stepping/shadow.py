@@ -187,7 +187,10 @@ def _fake_step(step: Step, mode: FakeTensorMode) -> Step:
     )
     with mode:
         # Its errors about arguments were raised by the original.
-        return type(step)(model, step.accumulator.loss_fn, fakes, **_as_keywords(options))
+        fake = type(step)(model, step.accumulator.loss_fn, fakes, **_as_keywords(options))
+    if fake.optimizer_undo is not None:
+        fake.optimizer_undo.may_give_up = False
+    return fake
 
 
 def _choose_foreach(optimizers: Sequence[torch.optim.Optimizer]) -> None:

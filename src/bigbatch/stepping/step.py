@@ -60,11 +60,10 @@ class Step:
         wanted_micro_batch_size: As given.
         plan: The plan that was given or found.
         num_steps: Optimizer steps done; skipped ones do not count.
-        num_skipped: Steps that were skipped.
-        num_skipped_in_a_row: Of these, since the last one that was not.
+        num_skipped, num_skipped_in_a_row: Steps that were skipped, all and since the last one that was not.
         on_micro_batch: Called before each micro-batch as ``on_micro_batch(k, num_micro_batches)``, for a progress bar.
         model, optimizers, schedulers, options, batch_size, budget_bytes: As given.
-        accumulator: What runs the micro-batches.
+        accumulator, optimizer_undo: What runs the micro-batches, and what undoes an optimizer.
 
     Raises:
         ArgumentError: An argument is of the wrong kind.
@@ -102,7 +101,7 @@ class Step:
         self.num_skipped_in_a_row = 0
         self._recovery = Recovery(self)
         self._shrinks = self.options.on_out_of_memory == "shrink"
-        self._optimizer_undo = OptimizerUndo(self.optimizers) if self._shrinks else None
+        self.optimizer_undo = OptimizerUndo(self.optimizers) if self._shrinks else None
         self._said: set[str] = set()
         self._named_key: list[int] = []
         self._named: dict[str, torch.Tensor] = {}
@@ -211,7 +210,7 @@ class Step:
 
     def step_optimizers(self) -> None:
         """Step all of them or, when memory runs out, none."""
-        undo = self._optimizer_undo
+        undo = self.optimizer_undo
         if undo is not None:
             undo.take()
         try:

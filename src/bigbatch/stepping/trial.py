@@ -35,6 +35,8 @@ def put_back_afterwards(step: Step) -> Iterator[None]:
     scaler_state = None if scaler is None else copy.deepcopy(scaler.__dict__)
     generators, listener = Generators(accumulator.device, everywhere=True), step.on_micro_batch
     step.on_micro_batch = None
+    if step.optimizer_undo is not None:
+        step.optimizer_undo.may_give_up = False
     try:
         yield
     finally:
@@ -49,6 +51,8 @@ def put_back_afterwards(step: Step) -> Iterator[None]:
             scaler.__dict__.update(scaler_state)
         generators.restore()
         step.on_micro_batch = listener
+        if step.optimizer_undo is not None:
+            step.optimizer_undo.may_give_up = True
 
 
 class _Kept:
