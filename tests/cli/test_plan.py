@@ -9,8 +9,8 @@ from torch import nn
 
 import bigbatch as bb
 from bigbatch.cli.main import main
-from bigbatch.cli.planned import _undominated
 from bigbatch.planning.costs import MemoryProfile
+from bigbatch.planning.search import undominated
 from tests.training.tiny import Points, loss_fn
 
 TASKS = """
@@ -221,6 +221,6 @@ def test_no_plan_of_the_picture_is_better_than_another_in_both():
     values = [(3, 1.0), (1, 3.0), (2, 2.0), (2, 2.5), (4, 1.0), (5, 0.5)]
     plans = [bb.Plan(micro_batch_size=1, peak_bytes=peak, step_seconds=seconds) for peak, seconds in values]
 
-    kept = _undominated(plans)
+    kept = undominated(plans)
 
     assert [(plan.peak_bytes, plan.step_seconds) for plan in kept] == [(1, 3.0), (2, 2.0), (3, 1.0), (5, 0.5)]

@@ -21,7 +21,7 @@ class Counting(torch.optim.Optimizer):
         self.failures = 0
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             group["k"] += 1
             group["lr"] *= 0.5

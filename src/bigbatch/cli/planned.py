@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from bigbatch.planning.advice import what_else, with_advice, wrong_tool
 from bigbatch.planning.cards import Card, find_card, parse_peak
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.explanation import explain
-from bigbatch.planning.search import Recompute, frontier
+from bigbatch.planning.search import Recompute, frontier, undominated
 from bigbatch.reporting.frontier import Frontier, check_can_be_drawn, draw_frontier
 from bigbatch.reporting.plan_text import Planned, plan_report
 from bigbatch.reporting.timeline import draw_timeline
@@ -82,7 +81,7 @@ class Wanted:
         """What is held, as the search wants it."""
         if self.recompute is None or self.recompute in ("all", "none"):
             return self.recompute  # pyright: ignore[reportReturnType]
-        groups = [tuple(entry.strip().split("+")) for entry in self.recompute.split(",")]
+        groups = [tuple(map(str.strip, entry.split("+"))) for entry in self.recompute.split(",")]
         return tuple(group[0] if len(group) == 1 else group for group in groups)
 
 
@@ -112,7 +111,7 @@ def run(wanted: Wanted, *, as_json: bool, frontier_file: Path | None, timeline_f
     budget_bytes = parse_bytes(wanted.memory_budget)
     model = _shape(wanted) if wanted.is_shape else _task(wanted, device)
     planner = Planner(model.step, model.batch, device=device, card=card)
-    profile = _profile(planner, model, wanted, budget_bytes, card)
+    profile = _profile(planner, model, wanted, budget_bytes)
     try:
         chosen = _plan(planner, profile, model, wanted, budget_bytes)
     except BudgetError as error:
@@ -189,10 +188,10 @@ def _described(step: Step) -> str:
     return f"{type(step.model).__name__}, {number:,} parameters, {words}, {optimizers}"
 
 
-def _profile(planner: Planner, model: _Model, wanted: Wanted, budget_bytes: int, card: Card | None) -> MemoryProfile:
+def _profile(planner: Planner, model: _Model, wanted: Wanted, budget_bytes: int) -> MemoryProfile:
     """The profile, with measured times unless they are wanted for a card, or cannot be had."""
     try:
-        if wanted.estimate or card is not None:
+        if wanted.estimate:
             return planner.traced
         return planner.timed(model.batch_size, budget_bytes)
     except TraceError:
@@ -207,7 +206,7 @@ def _plan(planner: Planner, profile: MemoryProfile, model: _Model, wanted: Wante
     held = {"micro_batch_size": wanted.micro_batch_size, "recompute": wanted.found_recompute()}
     if profile.fallback is None:
         return planner.plan(profile, model.batch_size, budget_bytes, **held)
-    return planner.by_trying(model.batch_size, budget_bytes, *held.values())
+    return planner.by_trying(model.batch_size, budget_bytes, **held)
 
 
 def _nothing_fits(
@@ -226,7 +225,7 @@ def _nothing_fits(
 
 
 def _what_runs(plan: Plan) -> tuple[Any, ...]:
-    return plan.micro_batch_size, plan.recompute
+    return plan.micro_batch_size, plan.recompute, plan.keep
 
 
 def _print(found: Planned, *, as_json: bool) -> None:
@@ -263,7 +262,7 @@ def _frontier(found: Planned, fastest: tuple[Plan, ...]) -> Frontier:
     return Frontier(
         title=f"{found.name}, batches of {found.batch_size}",
         time_label=f"time of a step ({found.timing})",
-        plans=_undominated([*fastest, *none, *every]),
+        plans=undominated([*fastest, *none, *every]),
         recompute_none=none,
         recompute_all=every,
         direct=Plan(
@@ -274,15 +273,6 @@ def _frontier(found: Planned, fastest: tuple[Plan, ...]) -> Frontier:
         chosen=dataclasses.replace(found.plan, step_seconds=explanation.step_seconds),
         budget_bytes=explanation.budget_bytes,
     )
-
-
-def _undominated(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Those that no other is better than in memory and time; a frontier has steps, and others may lie in between."""
-    kept: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.peak_bytes or 0, plan.step_seconds or 0.0)):
-        if not kept or (plan.step_seconds or 0.0) < (kept[-1].step_seconds or 0.0):
-            kept.append(plan)
-    return tuple(kept)
 
 
 def _draw_timeline(planner: Planner, found: Planned, path: Path) -> None:

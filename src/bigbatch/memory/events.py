@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 class Storage(NamedTuple):
     """A storage that was saved, or given to a module: its number within the micro-batch, and its size."""
 
-    index: int
+    number: int
     num_bytes: int
 
 

@@ -117,16 +117,17 @@ def _by_kind(calls: Sequence[tuple[Kernel, float]]) -> dict[_Kind, list[tuple[Ke
 class _Asks(TorchDispatchMode):
     """Asks the allocator of a device about each operation."""
 
-    def __init__(self, found: list[tuple[Kernel, float]], allocator: Any) -> None:
+    def __init__(self, found: list[tuple[Kernel, float]], device: torch.device) -> None:
         super().__init__()
         self._found = found
-        self._allocator = allocator
+        self._device = device
+        self._allocator = getattr(torch, device.type)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._allocator.reset_peak_memory_stats()
+        self._allocator.reset_peak_memory_stats(self._device)
         result = func(*args, **(kwargs or {}))
-        beyond = self._allocator.max_memory_allocated() - self._allocator.memory_allocated()
-        self._found.append((Kernel.of(func, args, kwargs or {}), float(beyond)))
+        most, now = self._allocator.max_memory_allocated(self._device), self._allocator.memory_allocated(self._device)
+        self._found.append((Kernel.of(func, args, kwargs or {}), float(most - now)))
         return result
 
 
@@ -148,7 +149,7 @@ def watching_kernels(device: torch.device) -> Iterator[list[tuple[Kernel, float]
     """Within the block, operations are watched; at its end the list has each with its workspace in bytes."""
     found: list[tuple[Kernel, float]] = []
     if device.type != "cpu":
-        with _Asks(found, getattr(torch, device.type)):
+        with _Asks(found, device):
             yield found
         return
     marks = _Marks()

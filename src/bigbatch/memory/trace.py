@@ -74,6 +74,10 @@ class Recorder:
         """Within the block, tensors that are saved for backward are noted, and later when they are loaded."""
         return torch.autograd.graph.saved_tensors_hooks(self._save, self._load)
 
+    def strictly(self) -> contextlib.AbstractContextManager[Any]:
+        """Within the block, nothing may be answered that a real step would read; a real one may read all."""
+        return contextlib.nullcontext()
+
     def _reading(self) -> tuple[float, float, float]:
         """Most bytes alive since the last event, bytes alive now, and seconds since the last event."""
         if self._device is not None and self._device.type == "cuda":
@@ -196,12 +200,12 @@ class FakeRecorder(Recorder, LiveBytes):
             self._see(args)
             return True if func is _READS[1] else _answer(args[0].dtype)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is NotImplemented:
+            return result
         corrected = as_the_kernel_returns(func, args, result)
         if corrected is not result:
             result = corrected
             self._see(result)
-        if result is NotImplemented:
-            return result
         if self.workspaces:
             self._settle()
             now = self._current.get("cpu", 0) + self.workspaces.of(func, args, kwargs or {})

@@ -136,10 +136,6 @@ def _reliefs(profile: MemoryProfile) -> Iterator[tuple[str, MemoryProfile, str]]
         )
 
 
-def _scaled(line: Line, factor: float) -> Line:
-    return Line(line.fixed * factor, line.per_sample * factor)
-
-
 def _with_activations(profile: MemoryProfile, factor: float) -> MemoryProfile:
     """As if everything that grows with the samples took this share; weights, gradients and state as they are."""
 

@@ -59,8 +59,8 @@ class _Finder:
             elif event.kind == "exit" and path:
                 path.pop()
             elif event.kind == "save":
-                fresh = sum(storage.num_bytes for storage in event.storages if storage.index not in seen)
-                seen.update(storage.index for storage in event.storages)
+                fresh = sum(storage.num_bytes for storage in event.storages if storage.number not in seen)
+                seen.update(storage.number for storage in event.storages)
                 self._saved.update(dict.fromkeys({"", *(owner for name in path for owner in _owners(name))}, fresh))
 
     def open(self, name: str) -> list[str]:

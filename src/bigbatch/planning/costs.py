@@ -179,7 +179,7 @@ class MemoryProfile:
         try:
             found = json.loads(text)
             return cls(**{name: _READERS.get(name, _same)(value) for name, value in found.items()})
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise OptionError(f"{text[:80]!r} is no {cls.__name__} in JSON: {error}.") from error
 
 

@@ -8,6 +8,7 @@ micro-batch is free and recompute is not; before it, the other way round. So nei
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.planning.costs import MemoryProfile
@@ -96,7 +97,7 @@ def frontier(
         # The last one is at the smallest peak of all, so that the frontier ends where a budget begins to work.
         limit = max(smallest.needed_bytes, min(math.floor(limit * ratio), choice.needed_bytes - 1))
         choice = space.fastest(limit, close_looks=1) or smallest
-    return _undominated([space.plan(choice, None) for choice in found])
+    return undominated([space.plan(choice, None) for choice in found])
 
 
 def neighbours(
@@ -133,7 +134,7 @@ def neighbours(
     return found[0], found[1]
 
 
-def _undominated(plans: list[Plan]) -> tuple[Plan, ...]:
+def undominated(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     """Plans by ascending peak, without those for which another one is no worse in peak and seconds."""
     kept: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.peak_bytes or 0, plan.step_seconds or 0.0)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 from bigbatch.memory.events import Event, Storage
@@ -130,7 +130,7 @@ class _Stretch:
 
 
 def _sizes(storages: Sequence[Storage]) -> dict[int, int]:
-    return {storage.index: storage.num_bytes for storage in storages}
+    return {storage.number: storage.num_bytes for storage in storages}
 
 
 def _stretches(micro_batch: MicroBatch, blocks: Collection[str]) -> list[_Stretch]:
@@ -174,7 +174,7 @@ class _Held:
         own = [0] * len(stretches)
         for index, slot in holder.items():
             own[slot] += sizes[index]
-        self.upto = [sum(own[: slot + 1]) for slot in range(len(own))]
+        self.upto = list(accumulate(own))
         self.before = [0, *self.upto[:-1]]
 
 

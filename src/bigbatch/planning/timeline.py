@@ -105,16 +105,20 @@ def _saved(events: Sequence[Event]) -> Iterator[int]:
     sizes: dict[int, int] = {}
     storages_of: dict[int, tuple[int, ...]] = {}
     waiting: Counter[int] = Counter()
+    total = 0
     for event in events:
         if event.kind == "save":
-            storages_of[event.what] = tuple(storage.index for storage in event.storages)
             sizes.update(event.storages)
+            storages_of[event.what] = tuple(storage.number for storage in event.storages)
+            total += sum(sizes[index] for index in storages_of[event.what] if not waiting[index])
             waiting.update(storages_of[event.what])
         elif event.kind == "load":
-            waiting.subtract(storages_of.pop(event.what, ()))
+            loaded = storages_of.pop(event.what, ())
+            waiting.subtract(loaded)
+            total -= sum(sizes[index] for index in loaded if not waiting[index])
         elif event.kind == "mark" and event.what in ("micro-batch", "update", "end"):
-            storages_of, waiting = {}, Counter()
-        yield sum(sizes[index] for index, count in waiting.items() if count > 0)
+            storages_of, waiting, total = {}, Counter(), 0
+        yield total
 
 
 _KIND_AFTER = {"micro-batch": "forward", "backward": "backward", "update": "update"}

@@ -37,7 +37,12 @@ def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
         if not planner.fits_directly(budget_bytes):
             profile = planner.timed(planner.num_samples, budget_bytes)
         for _ in range(_MOST_TRIES):
-            plan = _plan_to_be_tried(planner, profile, target)
+            try:
+                plan = _plan_to_be_tried(planner, profile, target)
+            except BudgetError:
+                if target == budget_bytes:
+                    raise
+                break
             peak = _tried(step, batch, plan, budget_bytes)
             if peak <= budget_bytes:
                 return replace(plan, peak_bytes=int(peak), budget_bytes=budget_bytes)

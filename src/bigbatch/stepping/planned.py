@@ -22,7 +22,7 @@ from bigbatch.stepping.step import Step
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan
 
-_MOST_TIMED = 8
+_MOST_TIMED = 32
 
 
 def profile(
@@ -67,7 +67,7 @@ def profile(
     planner = _planner(model, loss_fn, batch, optimizer, device, card, options)
     try:
         if calibrate:
-            return planner.timed(min(planner.num_samples, _MOST_TIMED), None)
+            return planner.timed(_MOST_TIMED, None)
         return planner.traced
     except TraceError as error:
         if not planner.can_run:
@@ -124,7 +124,8 @@ def plan(
     """
     budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
     if isinstance(profile_or_model, MemoryProfile):
-        if batch_size is None or loss_fn is not None or batch is not None or options:
+        of_a_model = (loss_fn, batch, optimizer, device, card)
+        if batch_size is None or any(given is not None for given in of_a_model) or options:
             raise ArgumentError(
                 "A plan from a profile takes what to plan for, and the profile knows the rest: "
                 'bb.plan(profile, batch_size=64, memory_budget="8GiB").'

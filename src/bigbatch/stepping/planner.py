@@ -18,7 +18,7 @@ from bigbatch.batch.sizes import micro_batch_sizes, part_sizes
 from bigbatch.errors import BudgetError, OptionError, RecomputeError, TraceError
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.cards import Card, find_card
-from bigbatch.planning.costs import NOTHING, Line, MemoryProfile
+from bigbatch.planning.costs import NOTHING, Line, MemoryProfile, Slot
 from bigbatch.planning.search import MARGIN, Recompute, nothing_fits, search
 from bigbatch.planning.simulate import Simulation
 from bigbatch.planning.timeline import Timeline, read_timeline
@@ -38,6 +38,7 @@ UNLIMITED = 2**60
 _DEFAULT_CARD = "a100-80gb"
 _MOST_ROUNDS = 8
 _MOST_SIZES, _MOST_RIVALS = 8, 3
+_MOST_TRIAL_SECONDS = 5.0
 _ABOUT_AS_FAST, _SURELY_FASTER = 1.1, 0.995
 _WORTH_ANOTHER_ROUND = 0.01
 """Of the budget: when so much more was expected than is needed, there may be a faster plan."""
@@ -75,6 +76,7 @@ class Planner:
         here = step.accumulator.device.type
         self.device = device or ("cuda" if here == "cuda" or (card and card.name != "cpu") else "cpu")
         self.can_run = here == self.device
+        self._is_for_card = card is not None
         self._workspaces: dict[Any, int] = {}  # by micro-batch size and what is recomputed
         self.card = card or find_card("cpu" if self.device == "cpu" else _DEFAULT_CARD)
 
@@ -131,9 +133,10 @@ class Planner:
 
     def timed(self, batch_size: int, budget_bytes: int | None) -> MemoryProfile:
         """The profile with the times of this device, where the model can run on it."""
-        if not self.can_run:
+        if not self.can_run or self._is_for_card:
             return self.traced
-        room = budget_bytes if budget_bytes is not None else _free_bytes(self.step.accumulator.device)
+        # What is timed is really run, so it has to fit on this machine too.
+        room = min(budget_bytes or UNLIMITED, _free_bytes(self.step.accumulator.device))
 
         def fits(size: int, recompute_all: bool) -> bool:
             simulation = Simulation(self.traced, (size, size))
@@ -255,8 +258,10 @@ class Planner:
                 rivals.append(chosen)
         rivals = [plan, *sorted(rivals[1:], key=_seconds)[:_MOST_RIVALS]]
         traced = [plan, *(self._traced(rival, batch_size) for rival in rivals[1:])]
-        fitting = [rival for rival in traced if self._budget_for(rival, profile) <= budget_bytes]
-        if len(fitting) == 1:
+        room = min(budget_bytes, _free_bytes(self.step.accumulator.device))
+        fitting = [rival for rival in traced if self._budget_for(rival, profile) <= room]
+        one_round = sum(2 * _seconds(rival) / (rival.accumulation_steps or 1) for rival in fitting)
+        if fitting[:1] != [plan] or len(fitting) == 1 or one_round > _MOST_TRIAL_SECONDS:
             return plan
         with self._any_number_of_samples():
             times = tried(self.step, self.batch, fitting, [self._sizes(rival, batch_size) for rival in fitting])
@@ -277,7 +282,7 @@ class Planner:
             over = self._budget_for(plan, profile) - budget_bytes
             if over <= 0:
                 return self._faster(plan, chosen, profile, batch_size, budget_bytes, choose)
-            target -= over
+            target = max(1, target - over)
         return self._leanest(profile, batch_size, budget_bytes, choose)
 
     def _faster(
@@ -339,18 +344,20 @@ class Planner:
         if grouped:
             slots = (replace(slot, follows=slot.follows and slot.name not in grouped) for slot in profile.slots)
             return replace(profile, slots=tuple(slots))
-        failing = {name for name in plan.recompute if not self._can_be_recomputed(str(name))}
-        if not failing:
-            raise AssertionError(f"Each of {plan.recompute} can be recomputed, but not all of them together.")
-        slots = (replace(slot, may_recompute=slot.may_recompute and slot.name not in failing) for slot in profile.slots)
-        return replace(profile, slots=tuple(slots))
+        names = [name for name in plan.recompute if isinstance(name, str)]
+        # Where each works alone and all of them together do not, none of them is offered again.
+        failing = {name for name in names if not self._can_be_recomputed(name, dict(plan.keep))} or {*names}
 
-    def _can_be_recomputed(self, name: str) -> bool:
-        return self._can_be_traced(Plan(micro_batch_size=1, recompute=(name,)))
+        def without(slot: Slot) -> Slot:
+            parts = tuple(part for part in slot.parts if failing.isdisjoint(part.names))
+            return replace(slot, parts=parts, may_recompute=slot.may_recompute and slot.name not in failing)
 
-    def _can_be_traced(self, plan: Plan) -> bool:
+        return replace(profile, slots=tuple(map(without, profile.slots)))
+
+    def _can_be_recomputed(self, name: str, keep: dict[str, str]) -> bool:
+        kept = ((name, keep[name]),) if name in keep else ()
         try:
-            self.shadow.run([self.traced.smallest_micro_batch], plan)
+            self.shadow.run([self.traced.smallest_micro_batch], Plan(micro_batch_size=1, recompute=(name,), keep=kept))
         except (RecomputeError, TraceError):
             return False
         return True

@@ -58,7 +58,7 @@ def profile_of(
     except ShapesDependOnSizeError as error:
         raise TraceError(str(error)) from error
     return MemoryProfile(
-        **_resident(shadow, step, down, first_large, later_small),
+        **_resident(shadow, down, first_large, later_small),
         **_inputs(shadow, step, batch),
         storages=storages,
         slots=slots,
@@ -71,7 +71,7 @@ def profile_of(
     )
 
 
-def _resident(shadow: Shadow, step: Step, record: Record, first: MicroBatch, later: MicroBatch) -> dict[str, Any]:
+def _resident(shadow: Shadow, record: Record, first: MicroBatch, later: MicroBatch) -> dict[str, Any]:
     """Bytes by kind. What is alive when the first micro-batch begins, and is none of the others, is ``other_bytes``."""
     fake = shadow.step
     seen: set[int] = set()

@@ -11,7 +11,7 @@ from torch import nn
 
 from bigbatch.errors import BigBatchWarning
 from bigbatch.memory.recompute import Recomputing, apply
-from bigbatch.memory.trace import FakeRecorder, Recorder
+from bigbatch.memory.trace import Recorder
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def recorded(step: Step, recorder: Recorder, *, closely: bool) -> Iterator[None]
     loss_fn, listener, run = accumulator.loss_fn, step.on_micro_batch, accumulator.run
 
     def watched(model: Any, micro_batch: Any) -> Any:
-        strictly = recorder.strictly() if isinstance(recorder, FakeRecorder) else contextlib.nullcontext()
-        with strictly, recorder.watching_saves() if closely else contextlib.nullcontext():
+        with recorder.strictly(), recorder.watching_saves() if closely else contextlib.nullcontext():
             returned = loss_fn(model, micro_batch)
         recorder.mark("backward")
         return returned

@@ -101,7 +101,7 @@ class Recovery:
             if not is_out_of_memory(error):
                 raise
             return False
-        if plan is None or (step.plan is not None and set(plan.recompute) <= set(step.plan.recompute)):
+        if plan is None or (step.plan is not None and _is_no_leaner(plan, step.plan)):
             return False
         self._recomputing = apply(plan, step.model), step.plan
         step.plan = plan
@@ -128,6 +128,11 @@ class Recovery:
             )
             self._step.micro_batch_size = size
             self._calm = 0
+
+
+def _is_no_leaner(plan: Plan, before: Plan) -> bool:
+    """Whether it recomputes nothing that was not recomputed before, and keeps all that was kept of it."""
+    return set(plan.recompute) <= set(before.recompute) and set(plan.keep) >= set(before.keep)
 
 
 def _next_smaller(num_samples: int, size: int, smallest: int) -> int | None:

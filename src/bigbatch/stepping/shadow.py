@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from bigbatch.batch.logical import LogicalBatch
 from bigbatch.batch.resizing import micro_batch_of
 from bigbatch.batch.structure import is_array, leaves
-from bigbatch.errors import TraceError
+from bigbatch.errors import RecomputeError, TraceError
 from bigbatch.memory.events import Event
 from bigbatch.memory.fakes import fake_copy, positions_count_up
 from bigbatch.memory.kernels import Workspaces
@@ -24,7 +24,7 @@ from bigbatch.memory.naming import unwrapped
 from bigbatch.memory.trace import FakeRecorder, Price
 from bigbatch.stepping.recording import apply_quietly, recorded
 from bigbatch.stepping.undo import Generators
-from bigbatch.values import Plan, StepOptions
+from bigbatch.values import Plan
 
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
@@ -187,7 +187,7 @@ def _fake_step(step: Step, mode: FakeTensorMode) -> Step:
     )
     with mode:
         # Its errors about arguments were raised by the original.
-        fake = type(step)(model, step.accumulator.loss_fn, fakes, **_as_keywords(options))
+        fake = type(step)(model, step.accumulator.loss_fn, fakes, **vars(options))
     if fake.optimizer_undo is not None:
         fake.optimizer_undo.may_give_up = False
     return fake
@@ -204,10 +204,6 @@ def _choose_foreach(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All but ``step``, which a scheduler puts on the instance, bound to the original."""
     return {name: value for name, value in vars(optimizer).items() if name != "step"}
-
-
-def _as_keywords(options: StepOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}
 
 
 def _constant_like(weight: Any) -> Any:
@@ -239,6 +235,8 @@ def cannot_be_traced() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     try:
         yield
+    except RecomputeError:
+        raise  # not the trace's fault, but the plan's
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise TraceError(f"{type(error).__name__}: {first}") from error

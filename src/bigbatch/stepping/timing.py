@@ -93,10 +93,13 @@ def tried(step: Step, batch: Any, plans: Sequence[Plan], cuts: Sequence[Sequence
     with put_back_afterwards(step), without_compiled_code(step.model):
         clock = _Clock(step, batch)
         for _ in range(_MOST_ROUNDS):
-            for plan, seconds in zip(plans, least, strict=True):
+            for plan, cut, seconds in zip(plans, cuts, least, strict=True):
+                # A single micro-batch has no gradients beside it, and would not fit with them.
+                num = min(2, len(cut))
                 with apply_quietly(plan, step.model):
-                    seconds |= {size: min(before, clock.run(size).seconds) for size, before in seconds.items()}
-            if time.perf_counter() - began > _MOST_SECONDS:
+                    for size, before in seconds.items():
+                        seconds[size] = min(before, clock.run(size, num=num).seconds)
+            if time.perf_counter() - began > _MOST_SECONDS / 2:
                 break
     return [
         clock.update_seconds + sum(count[size] * seconds[size] for size in count)
@@ -114,15 +117,15 @@ class _Clock:
         self.update_seconds = 0.0
         self._named = step.named_parameters()
 
-    def run(self, size: int, *, closely: bool = False) -> MicroBatch:
-        """A step of two micro-batches of this size; the record of the second."""
+    def run(self, size: int, *, num: int = 2, closely: bool = False) -> MicroBatch:
+        """A step of so many micro-batches of this size; the record of the last."""
         step = self._step
         micro_batch = micro_batch_of(self._batch, size, step.options)
         recorder = Recorder(step.model, frozenset(), step.accumulator.device)
         with recorded(step, recorder, closely=closely):
-            step.attempt(LogicalBatch([micro_batch, micro_batch]), None, self._named)
+            step.attempt(LogicalBatch([micro_batch] * num), None, self._named)
         step.clear()
-        found = micro_batches(recorder.events, (size, size))[-1]
+        found = micro_batches(recorder.events, (size,) * num)[-1]
         self.update_seconds = recorder.events[-1].seconds
         return found
 

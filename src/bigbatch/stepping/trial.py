@@ -35,8 +35,13 @@ def put_back_afterwards(step: Step) -> Iterator[None]:
     scaler_state = None if scaler is None else copy.deepcopy(scaler.__dict__)
     generators, listener = Generators(accumulator.device, everywhere=True), step.on_micro_batch
     step.on_micro_batch = None
-    if step.optimizer_undo is not None:
-        step.optimizer_undo.may_give_up = False
+    undo = step.optimizer_undo
+    could_give_up = undo is not None and undo.may_give_up
+    if undo is not None:
+        undo.may_give_up = False
+    for group in (group for optimizer in step.optimizers for group in optimizer.param_groups):
+        if group.get("lr") is not None:
+            group["lr"] = group["lr"] * 0  # many steps of one micro-batch would lead the weights away, or to NaN
     try:
         yield
     finally:
@@ -51,8 +56,8 @@ def put_back_afterwards(step: Step) -> Iterator[None]:
             scaler.__dict__.update(scaler_state)
         generators.restore()
         step.on_micro_batch = listener
-        if step.optimizer_undo is not None:
-            step.optimizer_undo.may_give_up = True
+        if undo is not None:
+            undo.may_give_up = could_give_up
 
 
 class _Kept:
