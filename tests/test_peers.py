@@ -111,6 +111,7 @@ def test_deepspeed_gets_a_batch_that_its_check_lets_pass():
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 def test_transformers_takes_the_words(tmp_path):
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # which TrainingArguments needs for torch
     words = quiet(RECOMPUTING, "transformers", batch_size=24)
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **words)
 

@@ -61,9 +61,9 @@ def limit_memory(amount: int | str, *, device: torch.device | str | None = None)
     torch's threads do so when they start, and are therefore started first. On CUDA it is
     ``torch.cuda.set_per_process_memory_fraction``, which knows torch's own allocations only.
 
-    >>> with limit_memory("64MiB", device="cpu"):
+    >>> with limit_memory("1GiB", device="cpu"):
     ...     try:
-    ...         torch.empty(2**28, dtype=torch.uint8)
+    ...         torch.empty(2**33, dtype=torch.uint8)
     ...     except RuntimeError as error:
     ...         print(str(error).split(": ")[1])
     can't allocate memory

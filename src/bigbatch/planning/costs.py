@@ -14,7 +14,7 @@ class Line(NamedTuple):
     """Something that grows with the micro-batch: ``fixed + per_sample * samples``, in bytes or seconds.
 
     >>> Line(100, 8).at(4)
-    132.0
+    132
     """
 
     fixed: float = 0.0

@@ -18,7 +18,7 @@ from bigbatch.planning.simulate import Simulation
 from bigbatch.values import Plan, check_positive
 
 _TIES = 3
-_ABOUT = 1.01
+ABOUT = 1.01
 """Times that differ by less cannot be told apart where they were measured."""
 _LARGER_CUTS = 16
 _SAME = 1 + 1e-12
@@ -139,7 +139,7 @@ class Space:
         """
         if self.profile.timing != "measured":
             return choice
-        seconds = choice.seconds * _ABOUT
+        seconds = choice.seconds * ABOUT
         for size in sorted((size for size in self.cuts if size > choice.micro_batch_size), reverse=True)[:_LARGER_CUTS]:
             found = self._fastest_of(size, limit, seconds, QUICK_WORK)
             if found is not None and found.seconds <= seconds:

@@ -100,8 +100,9 @@ def plan(
     >>> batch = torch.randn(8, 64), torch.randint(10, (8,))
     >>> loss_fn = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
     >>> costs = profile(model, loss_fn, batch, calibrate=False)
-    >>> plan(costs, batch_size=4096, memory_budget="4MiB").micro_batch_size
-    586
+    >>> found = plan(costs, batch_size=4096, memory_budget="4MiB")
+    >>> found.peak_bytes <= 4 * 2**20 < plan(costs, batch_size=4096).peak_bytes
+    True
 
     Args:
         profile_or_model: What ``profile`` found; or a model, with the arguments of ``profile`` after it.

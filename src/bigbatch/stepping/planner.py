@@ -21,6 +21,7 @@ from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import NOTHING, Line, MemoryProfile, Slot
 from bigbatch.planning.search import MARGIN, Recompute, nothing_fits, search
 from bigbatch.planning.simulate import Simulation
+from bigbatch.planning.space import ABOUT
 from bigbatch.planning.timeline import Timeline, read_timeline
 from bigbatch.stepping import sizing
 from bigbatch.stepping.pricing import Roofline
@@ -39,7 +40,7 @@ _DEFAULT_CARD = "a100-80gb"
 _MOST_ROUNDS = 8
 _MOST_SIZES, _MOST_RIVALS = 8, 3
 _MOST_TRIAL_SECONDS = 5.0
-_ABOUT_AS_FAST, _SURELY_FASTER = 1.1, 0.995
+_WORTH_A_TRIAL = 1.1
 _WORTH_ANOTHER_ROUND = 0.01
 """Of the budget: when so much more was expected than is needed, there may be a faster plan."""
 
@@ -237,8 +238,9 @@ class Planner:
                 profile = self._without(error.plan, profile)
 
     def _fastest_in_trial(self, plan: Plan, profile: MemoryProfile, batch_size: int, budget_bytes: int) -> Plan:
-        """The plan, or one of other micro-batches that should be about as fast and, tried in turns with it, is faster.
+        """The plan, or one of other micro-batches that should be about as fast and, tried in turns with it, is.
 
+        Of those that are about as fast, the one of the largest micro-batches is taken, as in the search.
         Times of sizes that were not measured lie on lines between those that were, and kernels do not.
         """
         size, rivals = plan.micro_batch_size, [plan]
@@ -254,7 +256,7 @@ class Planner:
                 )
             except BudgetError:
                 continue
-            if _seconds(chosen) < _ABOUT_AS_FAST * _seconds(plan):
+            if _seconds(chosen) < _WORTH_A_TRIAL * _seconds(plan):
                 rivals.append(chosen)
         rivals = [plan, *sorted(rivals[1:], key=_seconds)[:_MOST_RIVALS]]
         traced = [plan, *(self._traced(rival, batch_size) for rival in rivals[1:])]
@@ -265,8 +267,9 @@ class Planner:
             return plan
         with self._any_number_of_samples():
             times = tried(self.step, self.batch, fitting, [self._sizes(rival, batch_size) for rival in fitting])
-        seconds, fastest = min(zip(times, fitting, strict=True), key=lambda pair: pair[0])
-        return replace(fastest, step_seconds=seconds) if seconds < _SURELY_FASTER * times[0] else plan
+        about_as_fast = [pair for pair in zip(times, fitting, strict=True) if pair[0] <= ABOUT * min(times)]
+        seconds, best = max(about_as_fast, key=lambda pair: pair[1].micro_batch_size)
+        return replace(best, step_seconds=seconds)
 
     def _within(
         self, profile: MemoryProfile, batch_size: int, budget_bytes: int, choose: Callable[[int], Plan]
