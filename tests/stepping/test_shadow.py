@@ -281,3 +281,16 @@ def test_a_loss_that_runs_another_model_leaves_no_gradient_there():
         _ = Planner(step, features(10)).traced
 
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_a_plan_offloads_is_not_on_the_card():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8)])
+    step = bb.Step(model, lambda m, b: m(b).square().mean(), sgd(model))
+    names = tuple(str(index) for index in range(8))
+    kept, offloaded = (bb.Plan(micro_batch_size=4096, recompute=names, offload=offload) for offload in ((), names))
+
+    planner = Planner(step, torch.randn(4, 64), device="cuda")
+    spared = planner.peak_bytes(kept, 8192) - planner.peak_bytes(offloaded, 8192)
+
+    # At the peak, all inputs of blocks but two are in host memory (the first is the batch, and needs no gradient).
+    assert spared == 5 * 4096 * 64 * 4

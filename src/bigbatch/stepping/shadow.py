@@ -21,6 +21,7 @@ from bigbatch.memory.events import Event
 from bigbatch.memory.fakes import fake_copy, positions_count_up
 from bigbatch.memory.kernels import Workspaces
 from bigbatch.memory.naming import unwrapped
+from bigbatch.memory.offloading import CountedHost, pretend_host
 from bigbatch.memory.trace import FakeRecorder, Price
 from bigbatch.stepping.recording import apply_quietly, recorded
 from bigbatch.stepping.undo import Generators
@@ -146,7 +147,13 @@ class Shadow:
             if gradients:
                 recorder.watch_gradients(step.named_parameters().values())
             try:
-                with self.mode, recorder, positions_count_up(of_batch), recorded(step, recorder, closely=closely):
+                with (
+                    self.mode,
+                    recorder,
+                    positions_count_up(of_batch),
+                    self._host_of_card(),
+                    recorded(step, recorder, closely=closely),
+                ):
                     step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
                     if isinstance(step.options.ema, nn.Module):
                         step.update_average()
@@ -157,6 +164,10 @@ class Shadow:
         num_bytes = {t.untyped_storage()._cdata: recorder.size_of(t.untyped_storage()) for t in given}
         peak = max(event.peak_bytes for event in recorder.events)
         return Record(recorder.events, tuple(sizes), int(peak), sum(num_bytes.values()), recorder.most_in_kernels)
+
+    def _host_of_card(self) -> contextlib.AbstractContextManager[None]:
+        """Where what a plan offloads goes; a CPU has no other memory."""
+        return contextlib.nullcontext() if self.device == "cpu" else pretend_host(CountedHost())
 
     def _micro_batch(self, size: int) -> Any:
         if self._real_options.collate is not None:
