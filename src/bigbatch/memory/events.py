@@ -39,3 +39,7 @@ class Event(NamedTuple):
     follows: bool = False
     others: Any = None
     gradient_bytes: float = 0.0
+
+    def marks(self, label: str) -> bool:
+        """Whether it is the mark with this label."""
+        return self.kind == "mark" and self.what == label

@@ -165,6 +165,11 @@ class MemoryProfile:
         """What is there at every moment of a step, beside the batch."""
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes + self.average_bytes + self.other_bytes
 
+    @property
+    def recomputable(self) -> tuple[str, ...]:
+        """All blocks that may be recomputed, each once."""
+        return tuple(dict.fromkeys(slot.name for slot in self.slots if slot.may_recompute and slot.name))
+
     def to_json(self) -> str:
         """The value as JSON text."""
         return json.dumps(dataclasses.asdict(self))

@@ -52,8 +52,8 @@ def micro_batches(events: Sequence[Event], sizes: Sequence[int]) -> list[MicroBa
     """
     found = []
     for size, part in zip(sizes, _split(events, "micro-batch"), strict=True):
-        turn = next(i for i, event in enumerate(part) if event.kind == "mark" and event.what == "backward")
-        end = next((i for i, event in enumerate(part) if event.kind == "mark" and event.what == "update"), len(part))
+        turn = next(i for i, event in enumerate(part) if event.marks("backward"))
+        end = next((i for i, event in enumerate(part) if event.marks("update")), len(part))
         # The first event is the mark itself; what it tells passed before it. That of the mark at the end was backward.
         found.append(MicroBatch(size, part[0].live_bytes, tuple(part[1 : turn + 1]), tuple(part[turn + 1 : end + 1])))
     return found
@@ -61,7 +61,7 @@ def micro_batches(events: Sequence[Event], sizes: Sequence[int]) -> list[MicroBa
 
 def _split(events: Sequence[Event], label: str) -> Iterator[list[Event]]:
     """The stretches that begin with such a mark; each has the mark of the next one at its end too."""
-    starts = [i for i, event in enumerate(events) if event.kind == "mark" and event.what == label]
+    starts = [i for i, event in enumerate(events) if event.marks(label)]
     for start, end in zip(starts, [*starts[1:], len(events) - 1], strict=True):
         yield list(events[start : end + 1])
 

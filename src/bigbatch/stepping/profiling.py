@@ -109,7 +109,7 @@ def _inputs(shadow: Shadow, step: Step, batch: Any) -> dict[str, Any]:
 
 
 def _events_of_update(record: Record) -> list[Any]:
-    starts = [i for i, event in enumerate(record.events) if event.kind == "mark" and event.what == "update"]
+    starts = [i for i, event in enumerate(record.events) if event.marks("update")]
     return record.events[starts[-1] + 1 :]
 
 

@@ -52,7 +52,7 @@ class Record:
     @property
     def peak_of_micro_batches(self) -> int:
         """The most bytes that were alive before the update."""
-        update = next(i for i, event in enumerate(self.events) if event.kind == "mark" and event.what == "update")
+        update = next(i for i, event in enumerate(self.events) if event.marks("update"))
         return int(max(event.peak_bytes for event in self.events[: update + 1]))
 
 

@@ -54,7 +54,7 @@ def timed(
         fits: ``fits(size, recompute_all)``: whether a step with micro-batches of this size may be tried.
         most: The largest size.
     """
-    everything = tuple(dict.fromkeys(slot.name for slot in profile.slots if slot.may_recompute and slot.name))
+    everything = profile.recomputable
     smallest = min(profile.smallest_micro_batch, most)
     recomputed = everything if not fits(smallest, False) else ()
     if recomputed and not fits(smallest, True):

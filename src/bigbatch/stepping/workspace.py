@@ -63,8 +63,7 @@ def find_workspace(step: Step, batch: Any, shadow: Shadow, profile: MemoryProfil
 
 def _plans(shadow: Shadow, profile: MemoryProfile, most: int, fits: Fits) -> Iterator[Plan]:
     """Nothing and everything recomputed, as far as that goes and fits."""
-    everything = tuple(dict.fromkeys(slot.name for slot in profile.slots if slot.may_recompute and slot.name))
-    for names in dict.fromkeys(((), everything)):
+    for names in dict.fromkeys(((), profile.recomputable)):
         plan = Plan(micro_batch_size=most, recompute=names)
         if fits(min(_SMALL, most), bool(names)):
             try:
