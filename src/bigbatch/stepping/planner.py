@@ -9,25 +9,22 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import psutil
-import torch
-
 from bigbatch.batch.logical import num_samples_of
 from bigbatch.batch.resizing import micro_batch_of
-from bigbatch.batch.sizes import micro_batch_sizes, part_sizes
+from bigbatch.batch.sizes import micro_batch_sizes
 from bigbatch.errors import BudgetError, OptionError, RecomputeError, TraceError
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import NOTHING, Line, MemoryProfile, Slot
 from bigbatch.planning.search import MARGIN, Recompute, nothing_fits, search
 from bigbatch.planning.simulate import Simulation
-from bigbatch.planning.space import ABOUT
 from bigbatch.planning.timeline import Timeline, read_timeline
 from bigbatch.stepping import sizing
 from bigbatch.stepping.pricing import Roofline
 from bigbatch.stepping.profiling import bytes_of_batch, profile_of
 from bigbatch.stepping.shadow import Shadow
-from bigbatch.stepping.timing import timed, tried
+from bigbatch.stepping.timing import timed
+from bigbatch.stepping.trying import fastest_in_trial, free_bytes, seconds_of
 from bigbatch.stepping.workspace import find_workspace
 from bigbatch.values import Plan
 
@@ -38,9 +35,6 @@ UNLIMITED = 2**60
 """Bytes that stand for no budget."""
 _DEFAULT_CARD = "a100-80gb"
 _MOST_ROUNDS = 8
-_MOST_SIZES, _MOST_RIVALS = 8, 3
-_MOST_TRIAL_SECONDS = 5.0
-_WORTH_A_TRIAL = 1.1
 _WORTH_ANOTHER_ROUND = 0.01
 """Of the budget: when so much more was expected than is needed, there may be a faster plan."""
 
@@ -137,22 +131,22 @@ class Planner:
         if not self.can_run or self._is_for_card:
             return self.traced
         # What is timed is really run, so it has to fit on this machine too.
-        room = min(budget_bytes or UNLIMITED, _free_bytes(self.step.accumulator.device))
+        room = min(budget_bytes or UNLIMITED, free_bytes(self.step.accumulator.device))
 
         def fits(size: int, recompute_all: bool) -> bool:
             simulation = Simulation(self.traced, (size, size))
             segments = simulation.chain.every_block() if recompute_all else ()
             return simulation.peak_of(segments) + simulation.workspace_bytes <= room
 
-        with self._any_number_of_samples():
+        with self.any_number_of_samples():
             found = find_workspace(self.step, self.batch, self.shadow, self.traced, batch_size, fits)
             known = self.traced.workspace
             workspace = Line(known.fixed + found.fixed, known.per_sample + found.per_sample)
             return timed(self.step, self.batch, replace(self.traced, workspace=workspace), fits, batch_size)
 
     @contextlib.contextmanager
-    def _any_number_of_samples(self) -> Iterator[None]:
-        """Two micro-batches are run at a time, which may be more samples than a batch has."""
+    def any_number_of_samples(self) -> Iterator[None]:
+        """While steps are tried: two micro-batches are run at a time, which may be more samples than a batch has."""
         accumulator = self.step.accumulator
         most_samples, accumulator.most_samples = accumulator.most_samples, None
         try:
@@ -170,7 +164,7 @@ class Planner:
 
     def peaks(self, plan: Plan, batch_size: int) -> tuple[int, int]:
         """The peak of tensors alone, and that with the workspace of kernels as far as ``timed`` has measured it."""
-        sizes = self._sizes(plan, batch_size)
+        sizes = self.sizes_of(plan, batch_size)
         record = self.shadow.run(_first_and_later(sizes), plan)
         added = self._batch_bytes(sizes) - record.micro_batch_bytes
         return record.peak_bytes + added, max(record.peak_bytes, math.ceil(record.most_in_kernels)) + added
@@ -181,7 +175,7 @@ class Planner:
         Raises:
             RecomputeError: The plan does not go with the model.
         """
-        profile, sizes = self.traced, self._sizes(plan, batch_size)
+        profile, sizes = self.traced, self.sizes_of(plan, batch_size)
         price = Roofline(self.card)
         record = self.shadow.run(_first_and_later(sizes), plan, closely=True, gradients=True, price=price)
         return read_timeline(
@@ -192,7 +186,8 @@ class Planner:
             num_later=len(sizes) - 1,
         )
 
-    def _sizes(self, plan: Plan, batch_size: int) -> list[int]:
+    def sizes_of(self, plan: Plan, batch_size: int) -> list[int]:
+        """Samples in each micro-batch."""
         return micro_batch_sizes(batch_size, plan.micro_batch_size, self.traced.smallest_micro_batch)
 
     def _batch_bytes(self, sizes: list[int]) -> int:
@@ -230,46 +225,12 @@ class Planner:
             try:
                 found = self._within(profile, batch_size, budget, choose)
                 if profile.timing == "measured" and micro_batch_size is None and recompute is None:
-                    found = self._fastest_in_trial(found, profile, batch_size, budget)
+                    found = fastest_in_trial(self, found, profile, batch_size, budget)
                 return replace(found, budget_bytes=budget_bytes)
             except _CannotRecomputeError as error:
                 if recompute not in (None, "all"):
                     raise error.cause from None
                 profile = self._without(error.plan, profile)
-
-    def _fastest_in_trial(self, plan: Plan, profile: MemoryProfile, batch_size: int, budget_bytes: int) -> Plan:
-        """The plan, or one of other micro-batches that should be about as fast and, tried in turns with it, is.
-
-        Of those that are about as fast, the one of the largest micro-batches is taken, as in the search.
-        Times of sizes that were not measured lie on lines between those that were, and kernels do not.
-        """
-        size, rivals = plan.micro_batch_size, [plan]
-        sizes = {*part_sizes(batch_size, profile.smallest_micro_batch), batch_size} - {size}
-        for other in sorted(sizes, key=lambda other: abs(math.log(other / size)))[:_MOST_SIZES]:
-            try:
-                chosen = search(
-                    profile,
-                    batch_size=batch_size,
-                    budget_bytes=budget_bytes,
-                    margin=self.margin,
-                    micro_batch_size=other,
-                )
-            except BudgetError:
-                continue
-            if _seconds(chosen) < _WORTH_A_TRIAL * _seconds(plan):
-                rivals.append(chosen)
-        rivals = [plan, *sorted(rivals[1:], key=_seconds)[:_MOST_RIVALS]]
-        traced = [plan, *(self._traced(rival, batch_size) for rival in rivals[1:])]
-        room = min(budget_bytes, _free_bytes(self.step.accumulator.device))
-        fitting = [rival for rival in traced if self._budget_for(rival, profile) <= room]
-        one_round = sum(2 * _seconds(rival) / (rival.accumulation_steps or 1) for rival in fitting)
-        if fitting[:1] != [plan] or len(fitting) == 1 or one_round > _MOST_TRIAL_SECONDS:
-            return plan
-        with self._any_number_of_samples():
-            times = tried(self.step, self.batch, fitting, [self._sizes(rival, batch_size) for rival in fitting])
-        about_as_fast = [pair for pair in zip(times, fitting, strict=True) if pair[0] <= ABOUT * min(times)]
-        seconds, best = max(about_as_fast, key=lambda pair: pair[1].micro_batch_size)
-        return replace(best, step_seconds=seconds)
 
     def _within(
         self, profile: MemoryProfile, batch_size: int, budget_bytes: int, choose: Callable[[int], Plan]
@@ -281,8 +242,8 @@ class Planner:
                 chosen = choose(target)
             except BudgetError:
                 break
-            plan = self._traced(chosen, batch_size)
-            over = self._budget_for(plan, profile) - budget_bytes
+            plan = self.traced_plan(chosen, batch_size)
+            over = self.budget_for(plan, profile) - budget_bytes
             if over <= 0:
                 return self._faster(plan, chosen, profile, batch_size, budget_bytes, choose)
             target = max(1, target - over)
@@ -301,9 +262,9 @@ class Planner:
         spared = (chosen.peak_bytes or 0) - (plan.peak_bytes or 0)
         if spared < _WORTH_ANOTHER_ROUND * budget_bytes or not chosen.recompute:
             return plan
-        other = self._traced(choose(budget_bytes + spared), batch_size)
-        is_faster = _seconds(other) < _seconds(plan)
-        return other if is_faster and self._budget_for(other, profile) <= budget_bytes else plan
+        other = self.traced_plan(choose(budget_bytes + spared), batch_size)
+        is_faster = seconds_of(other) < seconds_of(plan)
+        return other if is_faster and self.budget_for(other, profile) <= budget_bytes else plan
 
     def _leanest(
         self, profile: MemoryProfile, batch_size: int, budget_bytes: int, choose: Callable[[int], Plan]
@@ -317,13 +278,18 @@ class Planner:
             chosen = choose(1)
         except BudgetError as error:
             chosen = choose(error.smallest_bytes or budget_bytes)
-        plan = self._traced(chosen, batch_size)
-        smallest_bytes = self._budget_for(plan, profile)
+        plan = self.traced_plan(chosen, batch_size)
+        smallest_bytes = self.budget_for(plan, profile)
         if smallest_bytes <= budget_bytes:
             return plan
         raise nothing_fits(plan, smallest_bytes, budget_bytes, self.margin)
 
-    def _traced(self, plan: Plan, batch_size: int) -> Plan:
+    def traced_plan(self, plan: Plan, batch_size: int) -> Plan:
+        """The plan with its traced peak.
+
+        Raises:
+            TraceError: The model cannot be traced.
+        """
         try:
             peak, with_workspace = self.peaks(plan, batch_size)
             self._workspaces[plan.micro_batch_size, plan.recompute, plan.keep] = with_workspace - peak
@@ -333,7 +299,7 @@ class Planner:
                 raise
             raise _CannotRecomputeError(plan, error) from error
 
-    def _budget_for(self, plan: Plan, profile: MemoryProfile) -> int:
+    def budget_for(self, plan: Plan, profile: MemoryProfile) -> int:
         """The smallest budget for a plan."""
         needed = plan.peak_bytes or 0
         if profile.workspace != NOTHING:
@@ -366,10 +332,6 @@ class Planner:
         return True
 
 
-def _seconds(plan: Plan) -> float:
-    return plan.step_seconds or 0.0
-
-
 class _CannotRecomputeError(Exception):
     """Modules of a plan cannot be recomputed."""
 
@@ -382,10 +344,3 @@ class _CannotRecomputeError(Exception):
 def _first_and_later(sizes: list[int]) -> list[int]:
     """The first micro-batch, and the largest of the others: each of them is as that one."""
     return [sizes[0], *([max(sizes[1:])] if len(sizes) > 1 else [])]
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
-    return psutil.virtual_memory().available
