@@ -27,15 +27,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 
 import bigbatch as bb
+from bigbatch.batch.sizes import micro_batch_sizes
 from bigbatch.memory.out_of_memory import is_out_of_memory
-from tests.torture.worlds import MICRO_BATCH_SIZE, NETS, OPTIMIZERS, Case, World, differences
+from tests.torture.worlds import BATCH_SIZE, MICRO_BATCH_SIZE, NETS, OPTIMIZERS, Case, World, differences
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("fail_allocation.c")
@@ -80,8 +83,24 @@ class Shim:
         return self._library.failures_failed()
 
 
-# A step as a function of batch and micro-batch size (None: as it is), which returns the sizes that were run.
-StepOf = Callable[[Any, int | None], tuple[int, ...]]
+Landed = tuple[int, int, frozenset[str]]
+
+
+class Cut(NamedTuple):
+    """How a step was run.
+
+    Attributes:
+        sizes: Samples in each micro-batch, in order.
+        landed: First sample, last but one, and parameters that have the gradient of these samples from one backward,
+            although ``sizes`` cuts them: memory ran out when it was already in ``.grad``.
+    """
+
+    sizes: tuple[int, ...]
+    landed: tuple[Landed, ...] = ()
+
+
+# A step as a function of batch and cut (None: as it is), which returns how it was run.
+StepOf = Callable[[Any, Cut | None], Cut]
 
 
 def our_step(world: World, micro_batch_size: int) -> StepOf:
@@ -98,32 +117,89 @@ def our_step(world: World, micro_batch_size: int) -> StepOf:
         **world.case.net.options,
     )
 
-    def run(batch: Any, size: int | None) -> tuple[int, ...]:
-        if size is not None:
-            step.micro_batch_size = size
+    landed_in = landed_parts(world, step)
+
+    def run(batch: Any, cut: Cut | None) -> Cut:
+        is_even = cut is None or cut == Cut(tuple(micro_batch_sizes(BATCH_SIZE, max(cut.sizes))))
+        if cut is not None:
+            step.micro_batch_size = max(cut.sizes)
         try:
-            result = step(batch)
+            if cut is None or is_even:
+                result = step(batch)
+            else:
+                parts = zip(*(value.split(cut.sizes) for value in batch.values()), strict=True)
+                with landing(world, step, batch, cut):
+                    result = step(bb.LogicalBatch([dict(zip(batch, part, strict=True)) for part in parts]))
             world.result = float(result.loss)
-            return result.micro_batch_sizes
+            return Cut(result.micro_batch_sizes, cut.landed if cut else landed_in())
         finally:
             world.num_steps = step.num_steps
 
     return run
 
 
+def landed_parts(world: World, step: bb.Step) -> Callable[[], tuple[Landed, ...]]:
+    """A function that tells what the last attempt of a step was left by those before it."""
+    run, seen = step.accumulator.run, [step.accumulator.keeping]
+
+    def run_and_note(*args: Any, **keywords: Any) -> Any:
+        seen[0] = step.accumulator.keeping
+        return run(*args, **keywords)
+
+    step.accumulator.run = run_and_note
+    names = {id(p): name for name, p in world.model.named_parameters()}
+
+    def landed() -> tuple[Landed, ...]:
+        parts = seen[0].landed if seen[0] else []
+        return tuple((part.start, part.stop, frozenset(names[id(p)] for p in part.parameters or ())) for part in parts)
+
+    return landed
+
+
+@contextmanager
+def landing(world: World, step: bb.Step, batch: Any, cut: Cut) -> Iterator[None]:
+    """While this step runs, some parameters get the gradient of some samples from one backward, by hand.
+
+    So each parameter gets that of each sample once, whatever the step under attack has claimed.
+    """
+    starts = [sum(cut.sizes[:k]) for k in range(len(cut.sizes))]
+    backward, lacking = torch.autograd.backward, []
+    scaler, named = world.scaler, dict(world.model.named_parameters())
+
+    def before(k: int, _: int | None) -> None:
+        for start, stop, names in cut.landed:
+            if start == starts[k - 1]:
+                with torch.autocast("cpu", torch.float16, enabled=scaler is not None):
+                    part = {name: value[start:stop] for name, value in batch.items()}
+                    loss = world.case.net.loss_fn(world.model, part)
+                share = torch.full((), (stop - start) / BATCH_SIZE)
+                scaled = share if scaler is None else scaler.scale(share)
+                backward([loss], [scaled], inputs=[named[name] for name in names])
+        have = {n for start, stop, names in cut.landed if start <= starts[k - 1] < stop for n in names}
+        lacking[:] = [p for name, p in named.items() if p.requires_grad and name not in have]
+
+    def only_lacking(values: Any, start: Any, **_: Any) -> None:
+        backward(values, start, inputs=lacking)
+
+    step.on_micro_batch = before
+    with mock.patch("torch.autograd.backward", only_lacking):
+        yield
+    step.on_micro_batch = None
+
+
 def accumulation(world: World, micro_batch_size: int) -> StepOf:
     """``bb.accumulate`` alone: gradients are added to what is there, and a failure leaves that as it was."""
 
-    def run(batch: Any, size: int | None) -> tuple[int, ...]:
+    def run(batch: Any, cut: Cut | None) -> Cut:
         result = bb.accumulate(
             world.model,
             world.case.net.loss_fn,
             batch,
-            micro_batch_size=size or micro_batch_size,
+            micro_batch_size=max(cut.sizes) if cut else micro_batch_size,
             precision=world.scaler or "fp32",
         )
         world.result = float(result.loss)
-        return result.micro_batch_sizes
+        return Cut(result.micro_batch_sizes)
 
     return run
 
@@ -132,8 +208,8 @@ def peers_step(world: World, micro_batch_size: int) -> StepOf:
     """What a well-known trainer does: zero the gradients, halve the micro-batches, run the batch again."""
     now = [micro_batch_size]
 
-    def run(batch: Any, size: int | None) -> tuple[int, ...]:
-        now[0] = size or now[0]
+    def run(batch: Any, cut: Cut | None) -> Cut:
+        now[0] = max(cut.sizes) if cut else now[0]
         while True:
             try:
                 sizes, loss = _plain_step(world, batch, now[0])
@@ -148,7 +224,7 @@ def peers_step(world: World, micro_batch_size: int) -> StepOf:
         if world.ema is not None:
             world.ema.update_parameters(world.model)
         world.optimizer.zero_grad()
-        return sizes
+        return Cut(sizes)
 
     return run
 
@@ -194,7 +270,7 @@ class Attack:
     micro_batch_size: int = MICRO_BATCH_SIZE
 
     def __post_init__(self) -> None:
-        self.usual_sizes: tuple[int, ...] = ()
+        self.usual_cut = Cut(())
         self._expected: dict[Any, list[dict[str, Any]]] = {}
 
     def _begin(self) -> tuple[World, StepOf]:
@@ -209,21 +285,21 @@ class Attack:
         _, step = self._begin()
         self.shim.arm(Failure())
         try:
-            self.usual_sizes = step(self.case.batches[1], None)
+            self.usual_cut = step(self.case.batches[1], None)
         finally:
             self.shim.disarm()
         return self.shim.count
 
-    def expected(self, attacked: tuple[int, ...] | None, last: tuple[int, ...]) -> list[dict[str, Any]]:
-        """States after the attacked and the last step of a run with these micro-batches; None: without that step."""
+    def expected(self, attacked: Cut | None, last: Cut) -> list[dict[str, Any]]:
+        """States after the attacked and the last step of a run with these cuts; None: without that step."""
         key = (attacked, last)
         if key not in self._expected:
             world, step = self._begin()
             states = []
-            for batch, sizes in zip(self.case.batches[1:], (attacked, last), strict=True):
-                if sizes is not None:
-                    done = step(batch, max(sizes))
-                    assert done == sizes, f"Asked for micro-batches of {sizes}, ran {done}."
+            for batch, cut in zip(self.case.batches[1:], (attacked, last), strict=True):
+                if cut is not None:
+                    done = step(batch, cut)
+                    assert done == cut, f"Asked for {cut}, ran {done}."
                 states.append(world.state())
             self._expected[key] = states
         return self._expected[key]
@@ -231,10 +307,10 @@ class Attack:
     def run(self, failure: Failure) -> tuple[Kind, str]:
         """What came of a step with this failure, and for a wrong one why."""
         world, step = self._begin()
-        sizes, stopped, is_clean = None, "", True
+        cut, stopped, is_clean = None, "", True
         self.shim.arm(failure)
         try:
-            sizes = step(self.case.batches[1], None)
+            cut = step(self.case.batches[1], None)
         except Exception as error:
             stopped = f"{type(error).__name__}: {str(error)[:300]}"
             is_clean = is_out_of_memory(error) or isinstance(error, bb.BudgetError)
@@ -248,15 +324,15 @@ class Attack:
         try:
             last = step(self.case.batches[2], None)
         except Exception as error:
-            return "wrong", f"the next step raised {type(error).__name__}: {error}; the attacked one {stopped or sizes}"
-        expected = self.expected(sizes, last)
+            return "wrong", f"the next step raised {type(error).__name__}: {error}; the attacked one {stopped or cut}"
+        expected = self.expected(cut, last)
         for when, found, wanted in zip(("it", "the next step"), (after, world.state()), expected, strict=True):
             if differing := differences(found, wanted):
                 more = f"{len(differing)} differ, such as {differing[:4]}"
-                return "wrong", f"after {when}: {more}; sizes {sizes} {last}; {stopped}"
+                return "wrong", f"after {when}: {more}; {cut} {last}; {stopped}"
         if stopped:
             return "clean stop", stopped
-        return ("same size" if sizes == self.usual_sizes else "smaller"), ""
+        return ("same size" if cut and cut.sizes == self.usual_cut.sizes else "smaller"), ""
 
 
 def points(wanted: argparse.Namespace, attack: Attack) -> Iterator[Failure]:

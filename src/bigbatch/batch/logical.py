@@ -115,6 +115,13 @@ def _cut(batch: Any, micro_batch_size: int | None, options: StepOptions, smalles
     return [(layout.cut(start, length), length) for start, length in spans(sizes)]
 
 
+def pieces_at(batch: Any, places: Iterable[tuple[int, int]], options: StepOptions, weigher: Weigher) -> list[Piece]:
+    """Chosen micro-batches of a batch that we can cut, by their starts and lengths."""
+    layout = lay_out(batch, options.batch_dims)
+    parts = [(layout.cut(start, length), length) for start, length in places]
+    return [Piece(*part, w) for part, w in zip(parts, weigher.weigh(parts), strict=True)]
+
+
 def _collated(
     batch: Any, micro_batch_size: int | None, options: StepOptions, smallest: int
 ) -> list[tuple[Any, int]] | None:

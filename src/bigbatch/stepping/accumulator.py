@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_of
+from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_at, pieces_of
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.sizes import smallest_without_single
 from bigbatch.batch.structure import is_array, leaves
@@ -22,6 +22,7 @@ from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_proce
 from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
 from bigbatch.stepping.hooks import HookWatch
 from bigbatch.stepping.insisting import insist
+from bigbatch.stepping.keeping import Keeping
 from bigbatch.stepping.losses import terms_of
 from bigbatch.stepping.precision import Precision
 from bigbatch.stepping.shares import Share, Shares
@@ -95,6 +96,7 @@ class Accumulator:
         precision: Autocast and loss scaling.
         on_micro_batch: See ``Step``.
         most_samples: A batch may have.
+        keeping: What the attempts of a step hand on; None: nothing.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], options: StepOptions):
@@ -107,6 +109,7 @@ class Accumulator:
         self.precision = Precision(options.precision, self.device.type)
         self.on_micro_batch: OnMicroBatch | None = None
         self.most_samples: int | None = None
+        self.keeping: Keeping | None = None
         self._weigher = Weigher(options.weight)
         self._weights_add_up = not self._weigher.has_callable
         self._labels_were_seen = False
@@ -183,11 +186,16 @@ class Accumulator:
             watch = HookWatch(named_parameters, self._modules, self._trusted_hooks)
             if self._statistics:
                 self._statistics.start()
+            if self.keeping is not None:
+                places = partial(pieces_at, batch, options=self.options, weigher=self._weigher)
+                pieces = self.keeping.begin(done, pieces, micro_batch_size, places)
             self._loop(pieces, done, watch)
             self._trusted_hooks |= watch.hooks
-        except BaseException:
+        except BaseException as error:
             if watch is not None:
                 insist(watch.undo)
+                if self.keeping is not None:
+                    self.keeping.keep(done, error, partial(self._left_no_trace, done, watch))
             insist(lambda: self.abandon(done))
             raise
         finally:
@@ -200,6 +208,16 @@ class Accumulator:
                 "the model leave parameters= out."
             )
         return done
+
+    def _left_no_trace(self, done: Accumulation, watch: HookWatch) -> bool:
+        """Whether nothing would be different if the micro-batches so far had not run, but for their gradients."""
+        statistics = self.sees_batch_statistics or (self._statistics is not None and self._statistics.is_active)
+        if statistics or self._draws_anywhere or watch.hooks or done.shares.num_backwards > 1:
+            return False
+        if len({p.device for p in done.gradients.parameters}) > 1:
+            return False  # each has a thread of its own in backward, which may still add when another has failed
+        watch.check()
+        return not self._undo.is_needed()
 
     def _pieces_or_nothing(self, batch: Any, micro_batch_size: int | None) -> Pieces:
         self._undo.take(self.device, everywhere=self._draws_anywhere)
@@ -215,7 +233,7 @@ class Accumulator:
 
     def _loop(self, pieces: Pieces, done: Accumulation, watch: HookWatch) -> None:
         scaler = self.precision.scaler
-        reached = False
+        reached = bool(done.sizes)  # by an attempt before this one
         frozen = batchnorm.frozen(self.model) if self.options.batch_norm == "frozen" else nullcontext()
         with frozen:
             for piece in on_device(pieces.pieces, self.device):
@@ -232,6 +250,8 @@ class Accumulator:
                     raise
                 if len(done.sizes) <= 2:
                     watch.check()
+                if self.keeping is not None:
+                    self.keeping.finished_one(done)
                 # Neither the graph nor the micro-batch may be there while the next one computes.
                 del shares, piece
         watch.check()
@@ -239,6 +259,8 @@ class Accumulator:
         if not reached:
             raise LossError(_NOTHING_NEEDS_A_GRADIENT)
         self._finish(pieces, done)
+        if self.keeping is not None:
+            self.keeping.end()
 
     def _forward(self, piece: Piece, shares: Shares) -> list[Share]:
         """Loss of one micro-batch, as what of it is to be backpropagated."""

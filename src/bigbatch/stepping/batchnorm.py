@@ -166,6 +166,11 @@ class MergedStatistics:
         tensors = (tensor for layer in self._candidates for tensor in layer._buffers.values())
         return frozenset(id(tensor) for tensor in tensors if tensor is not None)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether statistics of this step are merged."""
+        return bool(self._layers)
+
     def start(self) -> None:
         """Begin a step: remember the running statistics and listen to the layers."""
         self._layers = {module: _Layer(module) for module in self._candidates if module.training}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,16 @@ from bigbatch.stepping.precision import at_least_float32
 from bigbatch.stepping.shares import Factor, Group, Share
 
 _CACHED_COEFFICIENTS = 64
+
+Stamp = tuple[torch.Tensor | None, int]
+"""A ``.grad`` and its version; another one after a backward that has added to it."""
+
+
+class Sum(NamedTuple):
+    """Gradients of some micro-batches, taken out of ``.grad``."""
+
+    group: Group
+    gradients: dict[torch.Tensor, torch.Tensor]
 
 
 def accumulation_dtype_of(name: Any) -> torch.dtype | None:
@@ -58,6 +68,9 @@ class Gradients:
             micro-batches up in bfloat16 loses 9 % of equal gradients.
         coefficients: Kept from step to step.
         only_these: Compute the gradients of ``parameters`` alone, and not of all that the loss reaches.
+
+    Attributes:
+        inputs: What backward adds to; None: to all that the loss reaches.
     """
 
     def __init__(
@@ -70,7 +83,7 @@ class Gradients:
     ):
         self.parameters = parameters
         self._coefficients = coefficients
-        self._inputs = parameters if only_these else None
+        self.inputs = parameters if only_these else None
         self._before = [(p, p.grad) for p in parameters if p.grad is not None]
         self._parked: dict[Group, dict[torch.Tensor, torch.Tensor]] = {}
         self._current: Group = None
@@ -103,7 +116,7 @@ class Gradients:
         if scale is not None:
             start = [scale(coefficient) for coefficient in start]
         values = [share.value for share in shares]
-        torch.autograd.backward(values, start, retain_graph=retain_graph, inputs=self._inputs)
+        torch.autograd.backward(values, start, retain_graph=retain_graph, inputs=self.inputs)
 
     def _switch_to(self, group: Group) -> None:
         """Let ``.grad`` hold the gradients of this group; only pointers move."""
@@ -117,6 +130,20 @@ class Gradients:
 
     def _found(self) -> dict[torch.Tensor, torch.Tensor]:
         return {p: p.grad for p in self.parameters if p.grad is not None}
+
+    def stamps(self) -> list[Stamp]:
+        """For each parameter. They hold the gradients: let go of them before ``narrow``."""
+        return [(grad := p.grad, -1 if grad is None else grad._version) for p in self.parameters]
+
+    def take_out(self) -> Sum:
+        """What was added up so far, in one group; only pointers move."""
+        return Sum(self._current, self._found())
+
+    def put_in(self, taken: Sum) -> None:
+        """Go on from there, before the first backward."""
+        self._current = taken.group
+        for p, gradient in taken.gradients.items():
+            p.grad = gradient
 
     def correct(self, factors: dict[Group, Factor]) -> None:
         """Multiply the gradient of each group by its factor, and add the groups up in ``.grad``."""

@@ -17,6 +17,7 @@ from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import Recomputing, apply
 from bigbatch.stepping import fitting
 from bigbatch.stepping.insisting import insist
+from bigbatch.stepping.keeping import Keeping
 from bigbatch.values import Plan, StepResult
 
 if TYPE_CHECKING:
@@ -44,27 +45,42 @@ class Recovery:
         Raises:
             BudgetError: Not even the smallest micro-batch fits. All is as before the step.
         """
-        step, retries, again = self._step, 0, False
+        retries, again = 0, False
         self._grow_back()
+        keeping = Keeping() if self._may_be_cut_smaller(batch) else None
         while True:
             try:
-                result = step.attempt(batch, step.micro_batch_size, named)
+                result = self._attempt(batch, named, keeping)
                 break
             except Exception as error:
-                if not self._can_be_tried_again(error, batch):
+                in_doubt = keeping is not None and keeping.is_in_doubt and not is_out_of_memory(error)
+                if not in_doubt and not self._can_be_tried_again(error, batch):
                     raise
                 said = str(error).partition("\n")[0]
             # Out of the except block: the traceback holds the activations of the failed attempt.
             insist(_free)
             retries += 1
+            if in_doubt:
+                keeping = None
+                continue
             again = self._shrink(batch, said, tried_again=again)
         self._calm = 0 if retries else self._calm + 1
         return replace(result, retries=retries) if retries else result
 
+    def _attempt(self, batch: Any, named: dict[str, torch.Tensor], keeping: Keeping | None) -> StepResult:
+        step = self._step
+        step.accumulator.keeping = keeping
+        try:
+            return step.attempt(batch, step.micro_batch_size, named)
+        finally:
+            step.accumulator.keeping = None
+
+    def _may_be_cut_smaller(self, batch: Any) -> bool:
+        options = self._step.options
+        return options.on_out_of_memory == "shrink" and options.split is None and not isinstance(batch, LogicalBatch)
+
     def _can_be_tried_again(self, error: Exception, batch: Any) -> bool:
-        if isinstance(error, StateLostError) or isinstance(batch, LogicalBatch) or self._step.options.split is not None:
-            return False
-        return self._step.options.on_out_of_memory == "shrink" and is_out_of_memory(error)
+        return self._may_be_cut_smaller(batch) and is_out_of_memory(error) and not isinstance(error, StateLostError)
 
     def _shrink(self, batch: Any, said: str, *, tried_again: bool) -> bool:
         """Choose the next smaller size; the smallest is tried once more, for memory may only have been in pieces."""

@@ -46,6 +46,9 @@ class _Account:
     denominators: list[torch.Tensor] = field(default_factory=list)
     provisional: Factor = 1.0
 
+    def lists(self) -> tuple[list[Any], ...]:
+        return self.values, self.coefficients, self.denominators
+
 
 class Shares:
     """Divides the loss of one step among its micro-batches, and puts it together again.
@@ -158,6 +161,16 @@ class Shares:
                 f"loss_fn returned the terms {_list(kinds)}, but for an earlier micro-batch {_list(self._kinds)}. "
                 f"Return the same terms each time; a term without samples is Ratio(0 * something, 0)."
             )
+
+    def mark(self) -> list[tuple[int, ...]]:
+        """Where the accounts are now, for ``go_back``."""
+        return [tuple(map(len, account.lists())) for account in self._accounts.values()]
+
+    def go_back(self, mark: list[tuple[int, ...]]) -> None:
+        """Forget the micro-batches since, or a part of one."""
+        for account, lengths in zip(self._accounts.values(), mark, strict=True):
+            for kept, length in zip(account.lists(), lengths, strict=True):
+                del kept[length:]
 
     def corrections(self) -> dict[Group, Factor]:
         """By group, what its gradient is still to be multiplied by. Groups that need nothing are left out."""

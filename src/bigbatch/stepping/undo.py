@@ -43,6 +43,12 @@ class _Buffer:
         self.changes = self.changes or not same
         self._tensor, self._version = now, _version_of(now)
 
+    def is_as_it_was(self) -> bool:
+        """Whether it is as at the last look, as far as that can be seen."""
+        now = self.owner._buffers.get(self.name)
+        same = now is self._tensor and _version_of(now) == self._version
+        return same and (now is None or self._copy is None or torch.equal(self._copy, now))
+
     def keep(self) -> None:
         """Remember it as it is now."""
         self._is_kept = True
@@ -91,6 +97,10 @@ class Undo:
             if self._first or buffer.changes or buffer.is_small:
                 buffer.keep()
         self._first = False
+
+    def is_needed(self) -> bool:
+        """Whether something has changed since ``take``."""
+        return self.rng.were_used() or not all(buffer.is_as_it_was() for buffer in self._buffers)
 
     def let_go(self) -> None:
         """The step has succeeded: free the copies, and learn from them what changes."""
