@@ -163,8 +163,8 @@ class StepResult(_Json):
         weight: What the mean is over: samples, or tokens; shape ``()`` or a number.
         grad_norm: 2-norm of the gradient before clipping, shape ``()``; None unless clipped or asked for.
         skipped: Nothing moved: a gradient was not finite.
-        micro_batch_sizes: Samples in each micro-batch, in order.
-        retries: How often the step began again after running out of memory.
+        micro_batch_sizes: Samples in each micro-batch, in order; several sizes where memory ran out in the middle.
+        retries: How often the step began or went on again after running out of memory.
         exactness: How far "equals the big batch" holds: "exact"; "same in distribution" when random numbers were
             drawn (dropout); "approximate" when layers saw the statistics of a micro-batch (BatchNorm).
     """

@@ -166,7 +166,7 @@ class Accumulator:
         *,
         only_these: bool = False,
     ) -> Accumulation:
-        """Forward and backward of every micro-batch. If anything fails, all is as it was before.
+        """Forward and backward of every micro-batch. If it fails, all is as before; ``keeping`` may have a part.
 
         Args:
             batch: See ``accumulate``.

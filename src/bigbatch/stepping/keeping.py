@@ -18,7 +18,7 @@ from bigbatch.batch.logical import Piece, Pieces
 from bigbatch.batch.sizes import micro_batch_sizes, spans
 from bigbatch.errors import GradientError
 from bigbatch.memory.out_of_memory import is_out_of_memory
-from bigbatch.stepping.gradients import Stamp, Sum
+from bigbatch.stepping.gradients import Stamps, Sum
 from bigbatch.stepping.shares import Shares
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class _Mark(NamedTuple):
 
     num_finished: int
     accounts: list[tuple[int, ...]]
-    stamps: list[Stamp]
+    stamps: Stamps
 
 
 class _Kept(NamedTuple):
@@ -104,7 +104,8 @@ class Keeping:
             GradientError: Also to a parameter that was not to get it, so a backward adds more than once to one.
         """
         part, *rest = self._parts
-        if part.parameters is not None and self._mark and not _are_among(_changed(done, self._mark), part.parameters):
+        left_in = part.parameters
+        if left_in and self._mark and not _are_among(done.gradients.changed(self._mark.stamps), left_in):
             raise GradientError("A backward inside the backward adds to parameters that were left out.")
         self._note(done, rest)
 
@@ -113,9 +114,12 @@ class Keeping:
         self._mark, self.is_in_doubt = None, False
 
     def _note(self, done: Accumulation, parts: list[Part]) -> None:
-        mark = _Mark(len(done.sizes), done.shares.mark(), done.gradients.stamps())
-        done.gradients.inputs = parts[0].parameters if parts else None
-        self._mark, self._parts = mark, parts
+        if not parts:  # what comes after the last micro-batch is not worth the time
+            self._mark = None
+            return
+        stamps = done.gradients.stamps(self._mark and self._mark.stamps)
+        done.gradients.inputs = parts[0].parameters
+        self._mark, self._parts = _Mark(len(done.sizes), done.shares.mark(), stamps), parts
 
     def keep(self, done: Accumulation, error: BaseException, left_no_trace: Callable[[], bool]) -> None:
         """Take what is finished out of an attempt that has failed; nothing where that may not be exact.
@@ -130,9 +134,9 @@ class Keeping:
         if mark is None or not is_out_of_memory(error):
             return
         try:
-            parts = self._missing(_changed(done, mark), done) if left_no_trace() else None
+            parts = self._missing(done.gradients.changed(mark.stamps), done) if left_no_trace() else None
         except Exception:
-            return  # memory may be short for the comparisons too
+            return  # it cannot be told, or memory is short for the comparisons too
         if parts is not None:
             done.shares.go_back(mark.accounts)
             self._kept = _Kept(done.gradients.take_out(), done.shares, done.sizes[: mark.num_finished], parts)
@@ -149,13 +153,6 @@ class Keeping:
             return None
         self.landed.append(failed._replace(parameters=tuple(landed)))
         return [failed._replace(parameters=lacking), *rest]
-
-
-def _changed(done: Accumulation, mark: _Mark) -> list[torch.Tensor]:
-    """Parameters whose gradient was added to since."""
-    now = done.gradients.stamps()
-    both = zip(done.gradients.parameters, mark.stamps, now, strict=True)
-    return [p for p, before, after in both if before[0] is not after[0] or before[1] != after[1]]
 
 
 def _are_among(some: list[torch.Tensor], parameters: tuple[torch.Tensor, ...] | None) -> bool:
