@@ -173,7 +173,7 @@ def distributions(requirements: list[str]) -> set[str]:
 
 def third_party_imports() -> dict[str, str]:
     """Distribution of each foreign package that the source imports, and one module that does."""
-    distribution_of = {"sklearn": "scikit-learn", "yaml": "pyyaml"}
+    distribution_of = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
     found = {}
     for module, path in MODULES.items():
         for _, name in imported_modules(path.read_text(), module, is_package=path.name == "__init__.py"):

@@ -16,7 +16,11 @@ from typing import Any
 from bigbatch.errors import BigBatchError, TaskError
 from bigbatch.training.task import Task
 
-BUILT_IN = {"digits": "bigbatch.tasks.digits", "text": "bigbatch.tasks.text"}
+BUILT_IN = {
+    "digits": "bigbatch.tasks.digits",
+    "resnet50": "bigbatch.tasks.resnet50",
+    "text": "bigbatch.tasks.text",
+}
 """Module of each built-in task; the function in it is called as the task."""
 
 

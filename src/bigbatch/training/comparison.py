@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -129,12 +130,28 @@ def _first_gradients(task: Task, micro_batch_size: int, device: torch.device) ->
     cut = build(task, device)
     direct = _twin(task, cut, device)
     batch = first_batch(task, cut.train_data)
+    found = cut_gradients(task, cut, batch, micro_batch_size=micro_batch_size)
+    expected = direct_gradients(task, direct, batch, device=device)
+    parameter, difference = next(iter(relative_differences(found, expected).items()))
+    return difference, parameter
+
+
+def cut_gradients(
+    task: Task, parts: Parts, batch: Any, *, micro_batch_size: int | None
+) -> dict[str, torch.Tensor | None]:
+    """The gradient of a batch by name, through ``accumulate``; it is left in ``.grad``, and buffers have moved."""
     names = {spec.name for spec in dataclasses.fields(StepOptions)} - AFTER_THE_GRADIENT
     options = {name: getattr(task, name) for name in names}
-    accumulate(cut.model, task.loss_fn, batch, micro_batch_size=micro_batch_size, **options)
-    DirectSteps(task, direct, device).backward(batch)
-    parameter, difference = next(iter(relative_differences(_gradients(cut), _gradients(direct)).items()))
-    return difference, parameter
+    accumulate(parts.model, task.loss_fn, batch, micro_batch_size=micro_batch_size, **options)
+    return _gradients(parts)
+
+
+def direct_gradients(
+    task: Task, parts: Parts, batch: Any, *, device: torch.device
+) -> dict[str, torch.Tensor | None]:
+    """The same of the batch at once, by autograd alone."""
+    DirectSteps(task, parts, device).backward(batch)
+    return _gradients(parts)
 
 
 def _gradients(parts: Parts) -> dict[str, torch.Tensor | None]:
