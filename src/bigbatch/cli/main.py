@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from bigbatch.cli.bench import bench
 from bigbatch.cli.plan import plan
 from bigbatch.cli.train import train
 from bigbatch.cli.verify import verify
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(verify)
+app.command()(bench)
 
 
 def _print_version(asked: bool) -> None:

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from bigbatch.errors import MissingExtraError, OptionError, TaskError
-from bigbatch.tasks.shapes.resnet import NUM_CLASSES, resnet50 as shape_of
+from bigbatch.tasks.shapes.resnet import NUM_CLASSES
+from bigbatch.tasks.shapes.resnet import resnet50 as shape_of
 from bigbatch.training.task import Task
 
 _LEARNING_RATE = 0.025

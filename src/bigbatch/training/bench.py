@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from bigbatch.batch.logical import num_samples_of
-from bigbatch.errors import NonFiniteError
+from bigbatch.errors import BudgetError, NonFiniteError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
 from bigbatch.training.bench_result import BenchResult, BenchRow, Outcome, loss_all_reached
@@ -24,7 +24,7 @@ from bigbatch.training.comparison import cut_gradients, direct_gradients
 from bigbatch.training.contending import Contender, on_host
 from bigbatch.training.data import first_batch, train_loader
 from bigbatch.training.task import Task
-from bigbatch.training.ways import Way, Ways, find_ways
+from bigbatch.training.ways import Ways, find_ways
 from bigbatch.units import parse_bytes
 
 _T = TypeVar("_T")
@@ -176,7 +176,10 @@ class _Arena:
             numbers = list(self._contenders)
             order.shuffle(numbers)
             for number in numbers:
-                self._guarded(number, lambda number=number, round_number=made, batches=batches: self._turn(number, round_number, batches))
+                self._guarded(
+                    number,
+                    lambda number=number, round_number=made, batches=batches: self._turn(number, round_number, batches),
+                )
             longest = max(longest, time.perf_counter() - start)
             listener.rounded(made, num_rounds)
         return made
@@ -202,7 +205,7 @@ class _Arena:
             outcome: Outcome
             if isinstance(error, NonFiniteError):
                 outcome = "not finite"
-            elif is_out_of_memory(error):
+            elif isinstance(error, BudgetError | StateLostError) or is_out_of_memory(error):
                 outcome = "out of memory"
             else:
                 raise

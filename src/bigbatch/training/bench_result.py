@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bigbatch.training.ways import Way
-from bigbatch.values import Exactness, _Json
+from bigbatch.values import Exactness, json_ready
 
 Outcome = Literal["ran", "out of memory", "no plan", "not finite"]
 
@@ -108,7 +110,7 @@ class BenchRow:
 
 
 @dataclass(frozen=True)
-class BenchResult(_Json):
+class BenchResult:
     """A bench.
 
     Attributes:
@@ -121,7 +123,7 @@ class BenchResult(_Json):
         asked_rounds: That were asked for; less were made where time or data were over.
         seconds: Of all of it, planning included.
         budget_bytes: What was given.
-        planned_bytes: What was planned for: the budget, or half of what the big batch needs at once.
+        planned_bytes: What was planned for: the budget or, without one, see ``find_ways``.
         reference: How the gradient was made that the others are held against; None: there is none.
         target_loss: That the times to a loss are for.
         notes: What a reader has to know.
@@ -174,6 +176,11 @@ class BenchResult(_Json):
             }
             for row in self.rows
         ]
+
+    def to_json(self) -> str:
+        """All of it as JSON text, with ``summaries``, one for each row."""
+        value = {**dataclasses.asdict(self), "summaries": tuple(self.summaries())}
+        return json.dumps(json_ready(value), indent=1)
 
 
 def loss_all_reached(rows: Sequence[BenchRow]) -> float | None:

@@ -146,9 +146,7 @@ def cut_gradients(
     return _gradients(parts)
 
 
-def direct_gradients(
-    task: Task, parts: Parts, batch: Any, *, device: torch.device
-) -> dict[str, torch.Tensor | None]:
+def direct_gradients(task: Task, parts: Parts, batch: Any, *, device: torch.device) -> dict[str, torch.Tensor | None]:
     """The same of the batch at once, by autograd alone."""
     DirectSteps(task, parts, device).backward(batch)
     return _gradients(parts)

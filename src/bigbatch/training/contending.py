@@ -13,12 +13,13 @@ import torch
 from bigbatch.memory.limit import limit_memory
 from bigbatch.stepping.gradients import clear_gradients
 from bigbatch.stepping.step import Step
+from bigbatch.training.bench_result import Turn
 from bigbatch.training.building import build
 from bigbatch.training.comparison import cut_gradients
-from bigbatch.training.bench_result import Turn
 from bigbatch.training.parking import Parked, num_bytes
 from bigbatch.training.task import Task
 from bigbatch.training.ways import Way
+from bigbatch.values import Exactness
 from bigbatch.verification.comparison import relative_differences
 from bigbatch.verification.runs import untouched
 
@@ -30,11 +31,11 @@ class Contender:
         weights: That it begins with, as all others do.
 
     Attributes:
-        step: Its step; it raises when memory runs out, for a smaller micro-batch would be another way.
+        step: Its step, with the options of the task.
     """
 
     def __init__(self, way: Way, task: Task, device: torch.device, weights: Mapping[str, torch.Tensor]):
-        self.task = dataclasses.replace(task, batch_size=way.batch_size, on_out_of_memory="raise")
+        self.task = dataclasses.replace(task, batch_size=way.batch_size)
         self.way = way
         self.device = device
         self.parts = build(self.task, device)
@@ -77,8 +78,12 @@ class Contender:
             finally:
                 clear_gradients(self.parts.model.parameters())
 
-    def turn(self, number: int, batches: Sequence[Any], *, is_full: bool) -> tuple[Turn, Any]:
-        """Make a step of each batch; with the exactness of the last."""
+    def turn(self, number: int, batches: Sequence[Any], *, is_full: bool) -> tuple[Turn, Exactness]:
+        """Make a step of each batch; with the exactness of the last.
+
+        Raises:
+            OutOfMemoryError: A step ran out of memory and was made in smaller micro-batches, which is another way.
+        """
         with self._parked:
             self._optimizer_clock.reset()
             self._wait()
@@ -86,19 +91,22 @@ class Contender:
             results = [self.step(batch) for batch in batches]
             self._wait()
             seconds = time.perf_counter() - start
-            weights = [float(result.weight) for result in results]
-            loss = sum(weight * float(result.loss) for weight, result in zip(weights, results, strict=True))
-            turn = Turn(
-                round=number,
-                num_samples=sum(sum(result.micro_batch_sizes) for result in results),
-                weight=sum(weights),
-                num_steps=len(results),
-                seconds=seconds,
-                optimizer_seconds=self._optimizer_clock.take(),
-                loss=loss / sum(weights),
-                is_full=is_full,
-            )
-            return turn, results[-1].exactness
+        if any(result.retries for result in results):
+            sizes = sorted({size for result in results for size in result.micro_batch_sizes})
+            raise torch.OutOfMemoryError(f"In round {number} only smaller micro-batches went: {sizes}.")
+        weights = [float(result.weight) for result in results]
+        loss = sum(weight * float(result.loss) for weight, result in zip(weights, results, strict=True))
+        turn = Turn(
+            round=number,
+            num_samples=sum(sum(result.micro_batch_sizes) for result in results),
+            weight=sum(weights),
+            num_steps=len(results),
+            seconds=seconds,
+            optimizer_seconds=self._optimizer_clock.take(),
+            loss=loss / sum(weights),
+            is_full=is_full,
+        )
+        return turn, results[-1].exactness
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -82,7 +82,8 @@ def find_ways(
     and the plan that a ``Step`` would make. A planned way that runs what another one runs is left out.
 
     Args:
-        budget_bytes: What is planned for. None: half of what the big batch needs at once.
+        budget_bytes: What is planned for. None: parameters, gradients, optimizer state, and half of what the big batch
+            needs beside them.
         micro_batch_sizes: Of the big batch. Empty: all of it, a quarter and an eighth.
         smaller_batch_sizes: Divisors of the batch size. Empty: its half, if it has one.
         policies: Those of recompute.
@@ -95,7 +96,7 @@ def find_ways(
     sizes = tuple(micro_batch_sizes) or tuple(math.ceil(batch_size / parts) for parts in _PARTS)
     smaller = tuple(smaller_batch_sizes) or ((batch_size // 2,) if batch_size % 2 == 0 else ())
     _check(batch_size, sizes, smaller, policies)
-    planning = _Planning(task, device, batch_size, budget_bytes)
+    planning = _Planning(task, device, batch_size, budget_bytes, is_needed=set(policies) != {"none"})
     # The big batch at once is there in any case: the others are held against it.
     sizes = tuple(dict.fromkeys((batch_size, *sizes)))
     ways = [way for size in sizes for way in planning.ways(size, policies)]
@@ -132,26 +133,33 @@ class _Planning:
         notes: What a reader has to know.
     """
 
-    def __init__(self, task: Task, device: torch.device, batch_size: int, budget_bytes: int | None):
-        parts = build(task, device)
-        step = Step(parts.model, task.loss_fn, parts.optimizers, **vars(parts.options))
-        self._planner = Planner(step, first_batch(task, parts.train_data))
+    def __init__(self, task: Task, device: torch.device, batch_size: int, budget_bytes: int | None, *, is_needed: bool):
         self._batch_size = batch_size
         self.notes: list[str] = []
         self.budget_bytes = budget_bytes
         self.profile: MemoryProfile | None = None
+        if is_needed:
+            parts = build(task, device)
+            step = Step(parts.model, task.loss_fn, parts.optimizers, **vars(parts.options))
+            self._planner = Planner(step, first_batch(task, parts.train_data))
+            self._profile()
+
+    def _profile(self) -> None:
+        planner, batch_size = self._planner, self._batch_size
         try:
-            traced = self._planner.traced
-            at_once = self._planner.plan(traced, batch_size, None, micro_batch_size=batch_size, recompute="none")
-            if budget_bytes is None:
-                self.budget_bytes = (at_once.peak_bytes or 0) // 2
-            if (at_once.step_seconds or 0.0) <= _WORTH_TIMING:
-                self.profile = self._planner.timed(batch_size, self.budget_bytes)
-            else:
-                self.profile = traced
-                self.notes.append("Plans were made on estimated times: measuring would take longer than the bench.")
+            traced = planner.traced
         except TraceError as error:
             self.notes.append(f"Nothing is recomputed and nothing is planned, for the model cannot be traced: {error}")
+            return
+        at_once = planner.plan(traced, batch_size, None, micro_batch_size=batch_size, recompute="none")
+        if self.budget_bytes is None:
+            stays = traced.parameter_bytes + traced.gradient_bytes + traced.optimizer_bytes + traced.buffer_bytes
+            self.budget_bytes = (stays + max(stays, at_once.peak_bytes or 0)) // 2
+        if (at_once.step_seconds or 0.0) <= _WORTH_TIMING:
+            self.profile = planner.timed(batch_size, self.budget_bytes)
+        else:
+            self.profile = traced
+            self.notes.append("Plans were made on estimated times: measuring would take longer than the bench.")
 
     def ways(self, size: int, policies: Sequence[Policy]) -> Iterator[Way]:
         """The big batch in micro-batches of this size."""
@@ -161,9 +169,7 @@ class _Planning:
         if self.profile is None:
             return
         if "all" in policies:
-            plan = self._planner.plan(
-                self.profile, self._batch_size, None, micro_batch_size=size, recompute="all"
-            )
+            plan = self._planner.plan(self.profile, self._batch_size, None, micro_batch_size=size, recompute="all")
             yield Way(self._batch_size, plan, "all")
         if "planned" in policies:
             yield self._planned(size)

@@ -1,0 +1,85 @@
+"""What ``bigbatch bench`` does: run it, print the table, write table, JSON and pictures. This loads torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bigbatch.cli.running import Wanted
+from bigbatch.reporting.bench_pictures import draw_bench
+from bigbatch.reporting.bench_text import bench_report, row_text
+from bigbatch.reporting.frontier import needed
+from bigbatch.training.bench import BenchListener, bench
+from bigbatch.training.bench_result import BenchResult, BenchRow
+from bigbatch.training.log import make_run_dir
+from bigbatch.training.ways import Ways
+from bigbatch.units import format_bytes
+
+_WIDTH = 132
+_say = partial(print, flush=True)
+
+
+class _Lines(BenchListener):
+    """Says on the way how far it is."""
+
+    def found(self, ways: Ways) -> None:
+        """How many there are to compare."""
+        planned = "" if ways.planned_bytes is None else f", planned for {format_bytes(ways.planned_bytes)}"
+        _say(f"{len(ways.ways)} ways{planned}")
+
+    def tried(self, row: BenchRow) -> None:
+        """What one of them needs."""
+        _say(row_text(row))
+
+    def rounded(self, number: int, most: int) -> None:
+        """How many rounds were made."""
+        if number <= 3 or number % 10 == 0 or number == most:
+            _say(f"round {number} of {most}")
+
+
+def run(wanted: Wanted, *, folder: Path | None, pictures: bool, **how: Any) -> None:
+    """Bench, print, write.
+
+    Raises:
+        OptionError: An option cannot be.
+        MissingExtraError: Pictures are wanted, and matplotlib is not installed.
+    """
+    device, task = wanted.prepare(), wanted.found()
+    if pictures:
+        needed("matplotlib")
+    with _without_warnings_of_each_step():
+        found = bench(task, device=device, memory_budget=wanted.memory_budget, listener=_Lines(), **how)
+    text = _text(found)
+    _say(f"\n{text}")
+    place = make_run_dir(folder, f"bench-{task.name}")
+    files = [place / "bench.json", place / "bench.txt"]
+    files[0].write_text(found.to_json() + "\n", encoding="utf-8")
+    files[1].write_text(text + "\n", encoding="utf-8")
+    if pictures:
+        files += draw_bench(found, place)
+    _say(f"files: {', '.join(map(str, files))}")
+
+
+def _text(found: BenchResult) -> str:
+    console = Console(width=_WIDTH, highlight=False)
+    with console.capture() as captured:
+        console.print(bench_report(found))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+@contextlib.contextmanager
+def _without_warnings_of_each_step() -> Iterator[None]:
+    """Each way would say that it is approximate; the table says it once."""
+    log = logging.getLogger("bigbatch")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
