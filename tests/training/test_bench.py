@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import bigbatch as bb
+from bigbatch.tasks.finding import find_task
 from bigbatch.training import ways
 from bigbatch.training.bench import BenchListener, bench
 from bigbatch.training.bench_result import BenchResult, BenchRow, Turn, loss_all_reached
@@ -244,7 +245,7 @@ def test_sizes_that_cannot_be_are_refused(wanted, message):
         find_ways(tiny_task(), torch.device("cpu"), **wanted)
 
 
-def test_when_time_is_over_no_round_is_begun_but_the_first():
+def test_when_time_is_over_one_way_is_tried_and_one_round_made():
     heard = []
 
     class Ears(BenchListener):
@@ -258,6 +259,8 @@ def test_when_time_is_over_no_round_is_begun_but_the_first():
 
     assert (found.num_rounds, found.asked_rounds) == (1, 5)
     assert heard == [16, 4, 8, (1, 5)]
+    assert [row.outcome for row in found.rows] == ["ran", "no time", "no time"]
+    assert [len(row.turns) for row in found.rows] == [1, 0, 0]
 
 
 def row(*turns: Turn, micro_batch_size: int = 8) -> BenchRow:
@@ -288,3 +291,14 @@ def test_json_has_no_bare_infinity():
 
     (summary,) = json.loads(found.to_json(), parse_constant=pytest.fail)["summaries"]
     assert (summary["gradient_difference"], summary["samples_per_second"]) == ("Infinity", None)
+
+
+def test_real_tokens_are_counted_where_the_mean_is_over_tokens():
+    task = dataclasses.replace(find_task("text"), batch_size=8)
+    found = bench(task, micro_batch_sizes=[2], policies=NONE, num_rounds=2)
+    batch = first_batch(task, task.train_data())
+    cut = row_of(found, 8, 2)
+
+    assert found.unit == "tokens"
+    assert cut.turns[0].weight == sum(len(sample) - 1 for sample in batch)  # without padding
+    assert (cut.gradient_difference or 0.0) < 1e-4

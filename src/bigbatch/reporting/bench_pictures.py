@@ -7,7 +7,7 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigbatch.reporting.bench_text import recompute_words, way_text
+from bigbatch.reporting.bench_text import way_text
 from bigbatch.reporting.frontier import (
     BLACK,
     BLUE,
@@ -136,8 +136,8 @@ def _line(found: BenchResult, row: BenchRow, sizes: Sequence[int]) -> dict[str, 
     """How the line of a way looks, and what it is called."""
     is_smaller = row.way.batch_size != found.batch_size
     color = PINK if is_smaller else _COLORS[sizes.index(row.way.plan.micro_batch_size) % len(_COLORS)]
-    words = recompute_words(row.way)
-    name = f"{way_text(row.way)}" + ("" if words == "none" else f", {words}") + (", smaller batch" * is_smaller)
+    more = {"none": "", "all": ", all recomputed", "planned": ", planned"}[row.way.recompute]
+    name = way_text(row.way) + more + (", smaller batch" * is_smaller)
     marker = "." if len(row.turns) < 12 else ""
     return {"color": color, "ls": _LOOKS[row.way.recompute][3], "lw": 1.5, "label": name, "marker": marker}
 
@@ -163,7 +163,7 @@ def _add_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[str, tuple[fl
     for (name, place), own in zip(labels, list(taken), strict=True):
         for dx, dy, across, up in _AROUND:
             text = _label(axes, name, place, dx, dy, across, up)
-            box = text.get_window_extent(canvas.get_renderer())
+            box = text.get_window_extent(canvas.get_renderer()).padded(4)
             is_inside = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
             if is_inside and not any(box.overlaps(other) for other in taken if other is not own):
                 taken.append(box)

@@ -103,7 +103,8 @@ def _lines(found: BenchResult) -> Iterator[str]:
     if any(row.way.is_chosen for row in found.rows):
         yield f"* what Step(memory_budget={format_bytes(found.planned_bytes or 0)!r}) would choose."
     if found.planned_bytes is not None and found.budget_bytes is None:
-        yield f"planned: for {format_bytes(found.planned_bytes)}, which leaves out half of the activations of the big batch."
+        room = "room for half of the activations of the big batch"
+        yield f"planned: for {format_bytes(found.planned_bytes)}, with {room}."
     yield "speed: samples/s over those of the first row, the median over rounds. The number is of modules recomputed."
     how = "there is none, for it does not fit at once" if found.reference is None else found.reference
     yield f"gradient off: the worst parameter of the first batch against the big batch's ({how})."

@@ -27,6 +27,7 @@ from bigbatch.training.task import Task
 from bigbatch.training.ways import Ways, find_ways
 from bigbatch.units import parse_bytes
 
+_SHARE_OF_TRIALS = 0.5
 _T = TypeVar("_T")
 _Gradients = Mapping[str, "torch.Tensor | None"]
 
@@ -66,7 +67,8 @@ def bench(
         memory_budget: What is planned for. On CUDA it is a hard limit while a way is tried; on CPU, where bytes are
             counted, rows that need more are marked.
         num_rounds: To make, at most; no more than the task has batches.
-        seconds: From the beginning; no round is begun that would end later. One is made in any case.
+        seconds: From the beginning; no round is begun that would end later, but one is made in any case. Ways that
+            would be tried in the second half of it are left out.
         target_loss: Times to this loss are told. None: to the lowest that all ways have reached.
         listener: Hears how it goes.
         wanted: Which ways; see ``find_ways``.
@@ -81,7 +83,7 @@ def bench(
     gc.collect()  # what was planned on is as large as what comes now
     listener.found(ways)
     arena = _Arena(task, ways, device, budget_bytes)
-    reference = arena.try_all(listener)
+    reference = arena.try_all(began + _SHARE_OF_TRIALS * seconds, listener)
     made = arena.make_rounds(num_rounds, began + seconds, listener)
     rows = tuple(arena.rows)
     return BenchResult(
@@ -120,13 +122,18 @@ class _Arena:
         self._data = task.train_data()
         self._contenders: dict[int, Contender] = {}  # by the number of their row: those that are still in it
 
-    def try_all(self, listener: BenchListener) -> str | None:
+    def try_all(self, deadline: float, listener: BenchListener) -> str | None:
         """Peak and gradient of each way; how the gradient was made that they are held against."""
         weights, gradients, how = self._reference()
+        longest = 0.0
         for number, way in enumerate(self._ways.ways):
+            start = time.perf_counter()
             self.rows.append(BenchRow(way, "no plan" if way.problem else "ran", way.problem))
-            if not way.problem:
+            if not way.problem and number and start + longest > deadline:
+                self._note(number, outcome="no time", why="It was not tried, so that there is time for rounds.")
+            elif not way.problem:
                 self._guarded(number, lambda number=number: self._try(number, weights, gradients))
+            longest = max(longest, time.perf_counter() - start)
             listener.tried(self.rows[number])
         return how
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from bigbatch.training.ways import Way
 from bigbatch.values import Exactness, json_ready
 
-Outcome = Literal["ran", "out of memory", "no plan", "not finite"]
+Outcome = Literal["ran", "out of memory", "no plan", "not finite", "no time"]
 
 
 @dataclass(frozen=True)

@@ -97,15 +97,21 @@ def find_ways(
     smaller = tuple(smaller_batch_sizes) or ((batch_size // 2,) if batch_size % 2 == 0 else ())
     _check(batch_size, sizes, smaller, policies)
     planning = _Planning(task, device, batch_size, budget_bytes, is_needed=set(policies) != {"none"})
-    # The big batch at once is there in any case: the others are held against it.
     sizes = tuple(dict.fromkeys((batch_size, *sizes)))
-    ways = [way for size in sizes for way in planning.ways(size, policies)]
+    # In this order they are tried: where time is short, the last ones are left out.
+    ways = [
+        Way(batch_size, Plan(micro_batch_size=size), "none") for size in sizes if _is_wanted(size, batch_size, policies)
+    ]
     ways += [Way(size, Plan(micro_batch_size=size), "none") for size in smaller]
     # Grouping by length multiplies the ways too, where a task has it: this is the place for its rows.
-    if "planned" in policies and planning.profile is not None:
-        ways.append(planning.chosen())
+    ways += planning.ways(sizes, policies)
     planned_bytes = planning.budget_bytes if "planned" in policies else None
     return Ways(tuple(_without_doubles(ways)), planned_bytes, tuple(planning.notes))
+
+
+def _is_wanted(size: int, batch_size: int, policies: Sequence[Policy]) -> bool:
+    # The big batch at once is there in any case: the others are held against it.
+    return size == batch_size or "none" in policies
 
 
 def _check(batch_size: int, sizes: Sequence[int], smaller: Sequence[int], policies: Sequence[str]) -> None:
@@ -161,22 +167,17 @@ class _Planning:
             self.profile = traced
             self.notes.append("Plans were made on estimated times: measuring would take longer than the bench.")
 
-    def ways(self, size: int, policies: Sequence[Policy]) -> Iterator[Way]:
-        """The big batch in micro-batches of this size."""
-        # What nothing is recomputed in needs no planner.
-        if "none" in policies or size == self._batch_size:
-            yield Way(self._batch_size, Plan(micro_batch_size=size), "none")
+    def ways(self, sizes: Sequence[int], policies: Sequence[Policy]) -> Iterator[Way]:
+        """What a ``Step`` with this budget would do, and the big batch in micro-batches of these sizes."""
         if self.profile is None:
             return
-        if "all" in policies:
-            plan = self._planner.plan(self.profile, self._batch_size, None, micro_batch_size=size, recompute="all")
-            yield Way(self._batch_size, plan, "all")
         if "planned" in policies:
-            yield self._planned(size)
-
-    def chosen(self) -> Way:
-        """What a ``Step`` with this budget would do."""
-        return dataclasses.replace(self._planned(None), is_chosen=True)
+            yield dataclasses.replace(self._planned(None), is_chosen=True)
+            yield from map(self._planned, sizes)
+        if "all" in policies:
+            for size in sizes:
+                plan = self._planner.plan(self.profile, self._batch_size, None, micro_batch_size=size, recompute="all")
+                yield Way(self._batch_size, plan, "all")
 
     def _planned(self, size: int | None) -> Way:
         assert self.profile is not None
