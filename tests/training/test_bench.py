@@ -156,6 +156,28 @@ def test_what_runs_out_of_memory_says_so_and_the_bench_goes_on():
     assert all(found.speed(row) is None for row in found.rows)
 
 
+def test_where_the_big_batch_does_not_fit_at_once_its_gradient_is_that_with_all_blocks_recomputed():
+    direct_failed = []
+
+    def hungry_at_first(model, batch):
+        if not direct_failed and len(batch[0]) == 64:
+            direct_failed.append(True)
+            torch.empty(2**60, dtype=torch.uint8)
+        return loss_fn(model, batch)
+
+    task = tiny_task(model=deep, batch_size=64, train_data=lambda: Points(64), loss_fn=hungry_at_first)
+    # Plans are made of the same task while it has room.
+    direct_failed.append(True)
+    wanted = {"micro_batch_sizes": [16], "policies": ("all",)}
+    listener = BenchListener()
+    listener.found = lambda ways: direct_failed.clear()
+    found = bench(task, num_rounds=1, listener=listener, **wanted)
+
+    assert found.reference == "the big batch at once, with all blocks recomputed"
+    assert [row.outcome for row in found.rows] == ["ran"] * 4
+    assert 0.0 < (row_of(found, 64, 16, "all").gradient_difference or 0.0) < 1e-5
+
+
 def test_an_error_that_is_not_about_memory_is_raised():
     def broken(model, batch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -302,3 +324,19 @@ def test_real_tokens_are_counted_where_the_mean_is_over_tokens():
     assert found.unit == "tokens"
     assert cut.turns[0].weight == sum(len(sample) - 1 for sample in batch)  # without padding
     assert (cut.gradient_difference or 0.0) < 1e-4
+
+
+@pytest.mark.gpu
+def test_on_a_card_ways_take_turns_and_each_needs_what_it_needs_alone():
+    task = tiny_task(model=deep, batch_size=1024, train_data=lambda: Points(2048))
+    found = bench(task, device="cuda", micro_batch_sizes=[256], policies=NONE, num_rounds=2)
+    torch.manual_seed(task.seed)
+    model = task.model().cuda()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters())
+    step = bb.Step(model, loss_fn, task.optimizer(model))
+    alone = step.measure(first_batch(task, task.train_data()), 256) - before
+
+    assert [len(row.turns) for row in found.rows] == [2, 2, 2]
+    assert row_of(found, 1024, 256).peak_bytes == pytest.approx(alone, rel=0.05)
+    assert (row_of(found, 1024, 256).gradient_difference or 0.0) < 1e-4

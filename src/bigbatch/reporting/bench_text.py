@@ -113,6 +113,8 @@ def _lines(found: BenchResult) -> Iterator[str]:
         yield "A smaller batch has another gradient: its number is the noise of its samples, not a mistake."
     if any(row.exactness == "approximate" for row in found.rows):
         yield "Cut batches are approximate here: BatchNorm sees the statistics of a micro-batch."
+    if any(row.exactness == "same in distribution" for row in found.rows):
+        yield "Dropout draws other numbers for each cut, which shows in the gradient: it is the same in distribution."
     if found.num_rounds < found.asked_rounds:
         yield f"{found.num_rounds} of {found.asked_rounds} rounds were made: time or data were over."
     yield from found.notes

@@ -10,6 +10,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from bigbatch.training.task import Task
 from bigbatch.training.ways import Ways, find_ways
 from bigbatch.units import parse_bytes
 
-_SHARE_OF_TRIALS = 0.5
+_SHARE_OF_TRIALS = 0.6
 _T = TypeVar("_T")
 _Gradients = Mapping[str, "torch.Tensor | None"]
 
@@ -132,7 +133,7 @@ class _Arena:
             if not way.problem and number and start + longest > deadline:
                 self._note(number, outcome="no time", why="It was not tried, so that there is time for rounds.")
             elif not way.problem:
-                self._guarded(number, lambda number=number: self._try(number, weights, gradients))
+                self._guarded(number, partial(self._try, number, weights, gradients))
             longest = max(longest, time.perf_counter() - start)
             listener.tried(self.rows[number])
         return how
@@ -143,7 +144,8 @@ class _Arena:
         parts, batch = build(task, self._device), first_batch(task, self._data)
         weights = {name: t.detach().to("cpu", copy=True) for name, t in parts.model.state_dict().items()}
         torch.manual_seed(task.seed)
-        found = _unless_out_of_memory(lambda: on_host(direct_gradients(task, parts, batch, device=self._device)))
+        device = self._device
+        found = _unless_out_of_memory(device, lambda: on_host(direct_gradients(task, parts, batch, device=device)))
         if found is not None:
             return weights, found, "the big batch at once, by autograd alone"
         parts.model.zero_grad()
@@ -153,7 +155,7 @@ class _Arena:
                 with apply(way.plan, parts.model):
                     torch.manual_seed(task.seed)
                     found = _unless_out_of_memory(
-                        lambda: on_host(cut_gradients(task, parts, batch, micro_batch_size=None))
+                        device, lambda: on_host(cut_gradients(task, parts, batch, micro_batch_size=None))
                     )
                 break
         return weights, found, None if found is None else "the big batch at once, with all blocks recomputed"
@@ -183,10 +185,7 @@ class _Arena:
             numbers = list(self._contenders)
             order.shuffle(numbers)
             for number in numbers:
-                self._guarded(
-                    number,
-                    lambda number=number, round_number=made, batches=batches: self._turn(number, round_number, batches),
-                )
+                self._guarded(number, partial(self._turn, number, made, batches))
             longest = max(longest, time.perf_counter() - start)
             listener.rounded(made, num_rounds)
         return made
@@ -234,12 +233,13 @@ def _rounds(task: Task, ways: Ways, data: Any) -> Iterator[Mapping[int, Sequence
         }
 
 
-def _unless_out_of_memory(make: Callable[[], _T]) -> _T | None:
+def _unless_out_of_memory(device: torch.device, make: Callable[[], _T]) -> _T | None:
     try:
         return make()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+    _release(device)
     return None
 
 

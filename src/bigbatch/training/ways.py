@@ -99,19 +99,14 @@ def find_ways(
     planning = _Planning(task, device, batch_size, budget_bytes, is_needed=set(policies) != {"none"})
     sizes = tuple(dict.fromkeys((batch_size, *sizes)))
     # In this order they are tried: where time is short, the last ones are left out.
-    ways = [
-        Way(batch_size, Plan(micro_batch_size=size), "none") for size in sizes if _is_wanted(size, batch_size, policies)
-    ]
+    # The big batch at once is there in any case: the others are held against it.
+    plain = sizes if "none" in policies else sizes[:1]
+    ways = [Way(batch_size, Plan(micro_batch_size=size), "none") for size in plain]
     ways += [Way(size, Plan(micro_batch_size=size), "none") for size in smaller]
     # Grouping by length multiplies the ways too, where a task has it: this is the place for its rows.
     ways += planning.ways(sizes, policies)
     planned_bytes = planning.budget_bytes if "planned" in policies else None
     return Ways(tuple(_without_doubles(ways)), planned_bytes, tuple(planning.notes))
-
-
-def _is_wanted(size: int, batch_size: int, policies: Sequence[Policy]) -> bool:
-    # The big batch at once is there in any case: the others are held against it.
-    return size == batch_size or "none" in policies
 
 
 def _check(batch_size: int, sizes: Sequence[int], smaller: Sequence[int], policies: Sequence[str]) -> None:
