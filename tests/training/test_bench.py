@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_ends_its_row_alone():
     )
 
     assert (row_of(found, 16, 4).outcome, row_of(found, 16, 4).turns) == ("not finite", ())
-    assert [row.outcome for row in found.rows] == ["ran", "not finite", "ran"]
+    assert [row.outcome for row in found.rows] == ["ran", "ran", "not finite"]
 
 
 def test_rows_over_the_budget_are_marked_and_plans_are_within():
@@ -248,7 +248,7 @@ def test_a_model_that_cannot_be_traced_is_not_planned():
     found = find_ways(tiny_task(model=Branching), torch.device("cpu"))
 
     assert {way.recompute for way in found.ways} == {"none"}
-    assert [way.plan.micro_batch_size for way in found.ways] == [16, 4, 2, 8]
+    assert [way.plan.micro_batch_size for way in found.ways] == [16, 8, 4, 2]
     assert "cannot be traced" in found.notes[0]
 
 
@@ -280,7 +280,7 @@ def test_when_time_is_over_one_way_is_tried_and_one_round_made():
     found = bench(tiny_task(), micro_batch_sizes=[4], policies=NONE, num_rounds=5, seconds=0.0, listener=Ears())
 
     assert (found.num_rounds, found.asked_rounds) == (1, 5)
-    assert heard == [16, 4, 8, (1, 5)]
+    assert heard == [16, 8, 4, (1, 5)]
     assert [row.outcome for row in found.rows] == ["ran", "no time", "no time"]
     assert [len(row.turns) for row in found.rows] == [1, 0, 0]
 

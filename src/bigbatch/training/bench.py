@@ -69,7 +69,7 @@ def bench(
             counted, rows that need more are marked.
         num_rounds: To make, at most; no more than the task has batches.
         seconds: From the beginning; no round is begun that would end later, but one is made in any case. Ways that
-            would be tried in the second half of it are left out.
+            would be tried in the last four tenths of it are left out.
         target_loss: Times to this loss are told. None: to the lowest that all ways have reached.
         listener: Hears how it goes.
         wanted: Which ways; see ``find_ways``.

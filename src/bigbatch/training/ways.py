@@ -102,7 +102,7 @@ def find_ways(
     # The big batch at once is there in any case: the others are held against it.
     plain = sizes if "none" in policies else sizes[:1]
     ways = [Way(batch_size, Plan(micro_batch_size=size), "none") for size in plain]
-    ways += [Way(size, Plan(micro_batch_size=size), "none") for size in smaller]
+    ways[1:1] = [Way(size, Plan(micro_batch_size=size), "none") for size in smaller]
     # Grouping by length multiplies the ways too, where a task has it: this is the place for its rows.
     ways += planning.ways(sizes, policies)
     planned_bytes = planning.budget_bytes if "planned" in policies else None
