@@ -24,8 +24,9 @@ Policy = Literal["none", "all", "planned"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 _PARTS = (1, 4, 8)
 """In how many micro-batches the big batch is run, when nobody says: 64, 16 × 4 and 8 × 8."""
-_WORTH_TIMING = 1.0
-"""Seconds that a step of the big batch is expected to take, at most, when the planner is to time micro-batches."""
+_WORTH_TIMING = 0.3
+"""Seconds that a step of the big batch is expected to take, at most, when the planner is to time micro-batches: it runs
+some hundred of them."""
 
 
 @dataclass(frozen=True)
