@@ -267,7 +267,7 @@ def test_sizes_that_cannot_be_are_refused(wanted, message):
         find_ways(tiny_task(), torch.device("cpu"), **wanted)
 
 
-def test_when_time_is_over_one_way_is_tried_and_one_round_made():
+def test_when_time_is_over_three_ways_are_tried_and_one_round_made():
     heard = []
 
     class Ears(BenchListener):
@@ -277,12 +277,12 @@ def test_when_time_is_over_one_way_is_tried_and_one_round_made():
         def rounded(self, number, most):
             heard.append((number, most))
 
-    found = bench(tiny_task(), micro_batch_sizes=[4], policies=NONE, num_rounds=5, seconds=0.0, listener=Ears())
+    found = bench(tiny_task(), micro_batch_sizes=[4, 2], policies=NONE, num_rounds=5, seconds=0.0, listener=Ears())
 
     assert (found.num_rounds, found.asked_rounds) == (1, 5)
-    assert heard == [16, 8, 4, (1, 5)]
-    assert [row.outcome for row in found.rows] == ["ran", "no time", "no time"]
-    assert [len(row.turns) for row in found.rows] == [1, 0, 0]
+    assert heard == [16, 8, 4, 2, (1, 5)]
+    assert [row.outcome for row in found.rows] == ["ran", "ran", "ran", "no time"]
+    assert [len(row.turns) for row in found.rows] == [1, 1, 1, 0]
 
 
 def row(*turns: Turn, micro_batch_size: int = 8) -> BenchRow:

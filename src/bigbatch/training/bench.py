@@ -29,6 +29,8 @@ from bigbatch.training.ways import Ways, find_ways
 from bigbatch.units import parse_bytes
 
 _SHARE_OF_TRIALS = 0.6
+_ALWAYS_TRIED = 3
+"""The big batch, a smaller one, and one that is cut: with less there is nothing to compare."""
 _T = TypeVar("_T")
 _Gradients = Mapping[str, "torch.Tensor | None"]
 
@@ -69,7 +71,7 @@ def bench(
             counted, rows that need more are marked.
         num_rounds: To make, at most; no more than the task has batches.
         seconds: From the beginning; no round is begun that would end later, but one is made in any case. Ways that
-            would be tried in the last four tenths of it are left out.
+            would be tried in the last four tenths of it are left out, but for the first three.
         target_loss: Times to this loss are told. None: to the lowest that all ways have reached.
         listener: Hears how it goes.
         wanted: Which ways; see ``find_ways``.
@@ -130,7 +132,7 @@ class _Arena:
         for number, way in enumerate(self._ways.ways):
             start = time.perf_counter()
             self.rows.append(BenchRow(way, "no plan" if way.problem else "ran", way.problem))
-            if not way.problem and number and start + longest > deadline:
+            if not way.problem and number >= _ALWAYS_TRIED and start + longest > deadline:
                 self._note(number, outcome="no time", why="It was not tried, so that there is time for rounds.")
             elif not way.problem:
                 self._guarded(number, partial(self._try, number, weights, gradients))
