@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from bigbatch.memory.recompute import apply, recompute
     from bigbatch.planning.costs import MemoryProfile
     from bigbatch.stepping.accumulating import accumulate
+    from bigbatch.stepping.conversions import to_group_norm, to_instance_norm, to_layer_norm
     from bigbatch.stepping.learning_rate import scale_learning_rate, total_steps
     from bigbatch.stepping.losses import Constant, Ratio, Sum
     from bigbatch.stepping.planned import plan, profile
+    from bigbatch.stepping.recalibrating import recalibrate_batch_norm
     from bigbatch.stepping.step import Step
     from bigbatch.training.task import Task
     from bigbatch.values import Plan, StepOptions, StepResult
@@ -80,8 +82,12 @@ _HOME = {
     "limit_memory": "bigbatch.memory.limit",
     "plan": "bigbatch.stepping.planned",
     "profile": "bigbatch.stepping.planned",
+    "recalibrate_batch_norm": "bigbatch.stepping.recalibrating",
     "recompute": "bigbatch.memory.recompute",
     "scale_learning_rate": "bigbatch.stepping.learning_rate",
+    "to_group_norm": "bigbatch.stepping.conversions",
+    "to_instance_norm": "bigbatch.stepping.conversions",
+    "to_layer_norm": "bigbatch.stepping.conversions",
     "total_steps": "bigbatch.stepping.learning_rate",
     "verify": "bigbatch.verification.verifying",
 }
@@ -120,8 +126,12 @@ __all__ = [
     "limit_memory",
     "plan",
     "profile",
+    "recalibrate_batch_norm",
     "recompute",
     "scale_learning_rate",
+    "to_group_norm",
+    "to_instance_norm",
+    "to_layer_norm",
     "total_steps",
     "verify",
 ]

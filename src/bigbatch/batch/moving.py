@@ -11,6 +11,11 @@ from bigbatch.batch.logical import Piece
 from bigbatch.batch.structure import leaves, mapped
 
 
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device."""
+    return mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
 def on_device(pieces: Iterable[Piece], device: torch.device | None) -> Iterator[Piece]:
     """The same pieces with their tensors on ``device``.
 

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bigbatch.batch.moving import moved
 from bigbatch.stepping.averaging import updater_of
 from bigbatch.stepping.checks import parameters_of, schedulers_of
 from bigbatch.stepping.losses import plain_loss
 from bigbatch.stepping.precision import Precision
 from bigbatch.training.building import Parts, build
 from bigbatch.training.data import eval_loader, train_loader
-from bigbatch.training.evaluating import evaluate, moved
+from bigbatch.training.evaluating import evaluate
 from bigbatch.training.task import Task
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from bigbatch.batch.structure import mapped
+from bigbatch.batch.moving import moved
 from bigbatch.errors import TaskError
 from bigbatch.stepping.precision import Precision
+from bigbatch.stepping.recalibrating import eval_mode
 from bigbatch.training.task import Task
 
 _EXAMPLE = 'evaluate=lambda model, batch: {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}'
@@ -26,30 +26,13 @@ def evaluate(task: Task, model: nn.Module, batches: Iterable[Any], device: torch
         TaskError: ``evaluate`` returned something else than names with a sum and a count, or nothing was counted.
     """
     totals: dict[str, list[torch.Tensor]] = {}
-    with _eval_mode(model), torch.no_grad(), Precision(task.precision, device.type).forward(device.type):
+    with eval_mode(model), torch.no_grad(), Precision(task.precision, device.type).forward(device.type):
         for batch in batches:
             found = task.evaluate(model, moved(batch, device))  # pyright: ignore[reportOptionalCall]
             for name, pair in _checked(found).items():
                 row = [_number(name, value, device) for value in pair]
                 totals[name] = [a + b for a, b in zip(totals[name], row, strict=True)] if name in totals else row
     return _results(totals)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    # Module by module: what a user keeps in eval mode on purpose stays so.
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device."""
-    return mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def _checked(found: Any) -> Mapping[str, Any]:
