@@ -79,10 +79,12 @@ def test_parameters_dtype_mode_and_names_are_carried_over():
     assert bb.to_group_norm(model) is model
 
     after = dict(model.named_parameters())
-    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
     assert [name for name, _ in model.named_modules()] == names
     assert (model.bn1.training, model.body[1].training, model.bn1.eps) == (False, True, 1e-3)
-    assert model.bn1.weight.dtype == torch.bfloat16 and model.body[1].weight is None
+    assert model.bn1.weight.dtype == torch.bfloat16
+    assert model.body[1].weight is None
     assert not list(model.buffers())
 
 
@@ -94,7 +96,8 @@ def test_hooks_go_on_and_a_shared_layer_stays_shared():
 
     model(torch.randn(2, 4, 3, 3))
 
-    assert model[0] is model[2] and isinstance(model[0], nn.GroupNorm)
+    assert model[0] is model[2]
+    assert isinstance(model[0], nn.GroupNorm)
     assert seen == ["forward", "forward"]
 
 
@@ -113,7 +116,8 @@ def test_hooks_go_on_and_a_shared_layer_stays_shared():
 def test_the_number_of_groups_divides_the_channels_and_leaves_a_variance(layer, asked, found):
     converted = bb.to_group_norm(layer, num_groups=asked)
 
-    assert isinstance(converted, nn.GroupNorm) and converted.num_groups == found
+    assert isinstance(converted, nn.GroupNorm)
+    assert converted.num_groups == found
 
 
 class WithActivation(nn.BatchNorm2d):

@@ -72,12 +72,10 @@ def _converted(model: _Model, convert: Callable[[nn.Module], nn.Module], wanted:
     if not layers:
         warn(f"The model has no BatchNorm layer, so nothing was converted to {wanted}.")
         return model
-    strange = [
-        f"{name or 'the model'} ({type(layer).__name__})" for name, layer in layers.items() if _is_strange(layer)
-    ]
+    strange = [_named(name, layer) for name, layer in layers.items() if type(layer) not in _TORCHS_OWN]
     if strange:
         raise OptionError(
-            f"Not torch's own BatchNorm: {format_names([_named(*item) for item in strange.items()])}. What such a layer does beside normalizing (an "
+            f"Not torch's own BatchNorm: {format_names(strange)}. What such a layer does beside normalizing (an "
             f"activation, a parametrization, a size that is not known yet) would be lost. Convert it yourself, or run "
             f"the model once if it is lazy. Nothing was changed."
         )
