@@ -163,8 +163,15 @@ class StepResult(_Json):
         weight: What the mean is over: samples, or tokens; shape ``()`` or a number.
         grad_norm: 2-norm of the gradient before clipping, shape ``()``; None unless clipped or asked for.
         skipped: Nothing moved: a gradient was not finite.
+<<<<<<< HEAD
         micro_batch_sizes: Samples in each micro-batch, in order; several sizes where memory ran out in the middle.
         retries: How often the step began or went on again after running out of memory.
+=======
+        micro_batch_sizes: Samples in each micro-batch, in order.
+        retries: How often the step began again after running out of memory.
+        noise_scale: Gradient noise scale in samples, averaged over the steps so far, shape ``()``; infinite where the
+            gradient is lost in noise. None unless asked for, and before there was a step of two micro-batches.
+>>>>>>> 9efc034 (A step measures the gradient noise scale from its micro-batches, and a run advises a batch size)
         exactness: How far "equals the big batch" holds: "exact"; "same in distribution" when random numbers were
             drawn (dropout); "approximate" when layers saw the statistics of a micro-batch (BatchNorm).
     """
@@ -177,6 +184,7 @@ class StepResult(_Json):
     micro_batch_sizes: tuple[int, ...] = ()
     retries: int = 0
     exactness: Exactness = "exact"
+    noise_scale: torch.Tensor | float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +205,7 @@ class StepOptions:
             ``"frozen"``: layers use their running statistics; ``"native"``: torch's, once per micro-batch.
         accumulation_dtype: Gradients are added up in this dtype. None: float32 for parameters of 16 bits,
             the parameter's own for others.
+        noise_scale: Measure how noisy the gradient is, and so how large a batch still pays; see docs/noise-scale.md.
         zero_missing_gradients: Parameters without a gradient get zeros. An optimizer skips ``None``, but moves a
             parameter with a zero gradient by its momentum and weight decay.
         on_non_finite: ``"raise"``: a NaN or infinite loss or gradient is an error (fp16 overflow is skipped);
@@ -219,6 +228,7 @@ class StepOptions:
     ema: Any = None
     batch_norm: BatchNormPolicy = "merge"
     accumulation_dtype: Any = None
+    noise_scale: bool = False
     zero_missing_gradients: bool = False
     on_non_finite: Literal["raise", "skip"] = "raise"
     max_skipped: int = 10
@@ -242,7 +252,7 @@ class StepOptions:
                 raise OptionError(f"{name}={getattr(self, name)!r} cannot be called; {name} is a function.")
         if self.collate is not None and self.split is not None:
             raise OptionError("collate= and split= were both given; one of them makes the micro-batches: take one.")
-        for name in ("grad_norm", "zero_missing_gradients"):
+        for name in ("grad_norm", "noise_scale", "zero_missing_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r}; it is True or False.")
         check_batch_dims(self.batch_dims)
@@ -268,6 +278,7 @@ AFTER_THE_GRADIENT = frozenset(
     {
         "max_grad_norm",
         "grad_norm",
+        "noise_scale",
         "scheduler",
         "ema",
         "zero_missing_gradients",

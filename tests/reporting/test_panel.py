@@ -73,6 +73,11 @@ def test_the_panel_shows_all_there_is():
     assert re.search(r"micro-batches of \d+ fit, measured peak", text)
 
 
+def test_the_panel_shows_the_noise_scale_when_it_is_measured():
+    assert "gradient noise scale" in drawn(wide_task(noise_scale=True, epochs=1), micro_batch_size=5)
+    assert "gradient noise scale" not in drawn(wide_task(epochs=1), micro_batch_size=5)
+
+
 def test_the_panel_reads_the_loss_only_when_it_draws():
     reads = []
 

@@ -64,6 +64,13 @@ def test_the_closing_says_how_it_went():
     ]
 
 
+def test_the_closing_advises_a_batch_size():
+    lines = closing(dataclasses.replace(RESULT, noise_scale=912.0), [])
+
+    assert any("a batch of about 910 would still be used well" in line for line in lines)
+    assert not any("noise scale" in line for line in closing(RESULT, []))
+
+
 def test_the_closing_of_a_bad_run_hides_nothing():
     bad = dataclasses.replace(RESULT, metrics={}, loss=None, num_skipped=80, peak_bytes=65 * MIB, exactness="exact")
 

@@ -121,8 +121,8 @@ def test_the_number_of_groups_divides_the_channels_and_leaves_a_variance(layer, 
 
 
 class WithActivation(nn.BatchNorm2d):
-    def forward(self, x):
-        return super().forward(x).relu()
+    def forward(self, input):
+        return super().forward(input).relu()
 
 
 @pytest.mark.parametrize(

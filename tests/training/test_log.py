@@ -49,6 +49,17 @@ def test_there_is_a_line_for_every_step_and_epoch(tmp_path):
     assert set(lines[5]["metrics"]) == {"accuracy", "loss"}
 
 
+def test_the_noise_scale_is_in_the_log_and_the_result(tmp_path):
+    path = tmp_path / "log.jsonl"
+
+    result = Run(tiny_task(epochs=2, noise_scale=True), micro_batch_size=5, listeners=[JsonLog(path)]).train()
+
+    logged = [line["noise_scale"] for line in lines_of(path) if line["event"] == "step"]
+    assert len(logged) == 8
+    assert all(value == "Infinity" or value >= 0 for value in logged)  # JSON has no number for it
+    assert float(logged[-1]) == result.noise_scale
+
+
 def test_the_log_holds_the_losses_of_the_steps(tmp_path):
     path = tmp_path / "log.jsonl"
     run = Run(tiny_task(epochs=1), listeners=[log := JsonLog(path)])

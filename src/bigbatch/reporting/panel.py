@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from bigbatch.reporting.text import identity, metrics_text, opening
+from bigbatch.reporting.text import identity, metrics_text, noise_scale_text, opening
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
 from bigbatch.units import format_bytes, format_seconds
 from bigbatch.values import Plan
@@ -196,7 +196,7 @@ def _drawn(shown: _Shown, memory_bytes: int) -> Panel:
 
 def _step_rows(record: StepRecord) -> dict[str, str]:
     result = record.result
-    return {
+    rows = {
         "step": f"{record.step} of {record.total_steps}, epoch {record.epoch}",
         "loss": f"{float(result.loss):.4f}" + (" (skipped)" if result.skipped else ""),
         "gradient norm": "not asked for" if result.grad_norm is None else f"{float(result.grad_norm):.3g}",
@@ -204,6 +204,9 @@ def _step_rows(record: StepRecord) -> dict[str, str]:
         "speed": f"{record.samples_per_second:,.0f} samples/s",
         "time left": _time_left(record),
     }
+    if result.noise_scale is not None:
+        rows["batch"] = noise_scale_text(float(result.noise_scale), sum(result.micro_batch_sizes))
+    return rows
 
 
 def _memory_text(shown: _Shown, memory_bytes: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -85,7 +86,40 @@ def closing(result: RunResult, files: Sequence[str]) -> list[str]:
         f"{result.samples_per_second:,.0f} samples/s",
         f"equal to the big batch: {_EXACTNESS[result.exactness]}",
     ]
+    if result.noise_scale is not None:
+        lines.append(noise_scale_text(result.noise_scale, result.batch_size))
     return [*lines, f"files: {', '.join(files)}"] if files else lines
+
+
+def noise_scale_text(noise_scale: float, batch_size: int) -> str:
+    """The gradient noise scale as advice; two digits of it are what can be told.
+
+    >>> noise_scale_text(912.3, 128)
+    'gradient noise scale 910: a batch of about 910 would still be used well; beyond that you pay without gain'
+    >>> noise_scale_text(31.0, 128)
+    'gradient noise scale 31: the batch of 128 is larger than is used well; about 31 would do nearly as much in a step'
+    >>> noise_scale_text(math.inf, 128)
+    'gradient noise scale not known: with 128 samples the gradient is lost in noise; a larger batch would be used well'
+
+    Args:
+        noise_scale: In samples.
+        batch_size: Of the steps that it was measured in.
+    """
+    if not math.isfinite(noise_scale):
+        return (
+            f"gradient noise scale not known: with {batch_size} samples the gradient is lost in noise; a larger batch "
+            f"would be used well"
+        )
+    rounded = max(int(float(f"{noise_scale:.2g}")), 1)
+    if rounded < batch_size:
+        return (
+            f"gradient noise scale {rounded}: the batch of {batch_size} is larger than is used well; about {rounded} "
+            f"would do nearly as much in a step"
+        )
+    return (
+        f"gradient noise scale {rounded}: a batch of about {rounded} would still be used well; beyond that you pay "
+        f"without gain"
+    )
 
 
 _EXACTNESS = {

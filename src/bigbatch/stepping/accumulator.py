@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -42,6 +42,7 @@ class Accumulation:
         shares: The loss, its terms, and the corrections that the gradients need.
         sizes: Samples in each micro-batch.
         exactness: See ``StepResult``.
+        contributions: What listened to the backwards, if anything did.
     """
 
     def __init__(self, gradients: Gradients, shares: Shares):
@@ -49,6 +50,7 @@ class Accumulation:
         self.shares = shares
         self.sizes: list[int] = []
         self.exactness: Exactness = "exact"
+        self.contributions: Any = None
 
     @cached_property
     def terms(self) -> dict[str, torch.Tensor]:
@@ -97,6 +99,7 @@ class Accumulator:
         on_micro_batch: See ``Step``.
         most_samples: A batch may have.
         keeping: What the attempts of a step hand on; None: nothing.
+        listening: Makes what listens to the backwards of a step, from its list of sizes.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], options: StepOptions):
@@ -110,6 +113,7 @@ class Accumulator:
         self.on_micro_batch: OnMicroBatch | None = None
         self.most_samples: int | None = None
         self.keeping: Keeping | None = None
+        self.listening: Callable[[list[int]], AbstractContextManager[Any]] = lambda sizes: nullcontext()
         self._weigher = Weigher(options.weight)
         self._weights_add_up = not self._weigher.has_callable
         self._labels_were_seen = False
@@ -189,7 +193,8 @@ class Accumulator:
             if self.keeping is not None:
                 places = partial(pieces_at, batch, options=self.options, weigher=self._weigher)
                 pieces = self.keeping.begin(done, pieces, micro_batch_size, places)
-            self._loop(pieces, done, watch)
+            with self.listening(done.sizes) as done.contributions:
+                self._loop(pieces, done, watch)
             self._trusted_hooks |= watch.hooks
         except BaseException as error:
             if watch is not None:
@@ -325,6 +330,18 @@ class Accumulator:
         if self._statistics:
             self._statistics.restore()
         self._undo.restore(random_numbers=random_numbers)
+
+
+WHY_NOT_EXACT = {
+    "same in distribution": (
+        "random numbers were drawn in the forward (dropout), in another order than the big batch would draw them. "
+        "Expectation and variance of the gradient are the same."
+    ),
+    "approximate": (
+        "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for "
+        'all samples. Larger micro-batches come closer; GroupNorm or batch_norm="frozen" is exact.'
+    ),
+}
 
 
 def named_like(model: nn.Module, parameters: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:

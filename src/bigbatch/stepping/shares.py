@@ -76,6 +76,11 @@ class Shares:
         return any(kind == "mean" for _, kind in self._kinds)
 
     @property
+    def has_constants(self) -> bool:
+        """Whether some term counts in the first micro-batch alone."""
+        return any(kind == "constant" for _, kind in self._kinds)
+
+    @property
     def num_backwards(self) -> int:
         """Backwards for each micro-batch: one for each denominator that is known late, one for all other terms."""
         late = sum(self._is_late(kind) for _, kind in self._kinds)

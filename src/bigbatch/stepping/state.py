@@ -7,7 +7,7 @@ from typing import Any
 from bigbatch.errors import OptionError
 from bigbatch.values import Plan, check_positive
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 COUNTS = ("num_steps", "num_skipped", "num_skipped_in_a_row")
 
 
@@ -34,12 +34,15 @@ def check_state(state: Any, wanted: dict[str, Any]) -> Plan | None:
             raise OptionError(f"The state has {name}={count!r}; it is a whole number of at least 0.")
     if state["micro_batch_size"] is not None:
         check_positive("micro_batch_size", state["micro_batch_size"])
-    for name in ("scaler", "ema"):
+    for name in ("scaler", "ema", "noise_scale"):
         if (state[name] is None) != (wanted[name] is None):
             has, needs = ("no", "a") if state[name] is None else ("a", "no")
             raise OptionError(
                 f"The state has {has} {name}, but this Step has {needs} {name}; make it with the same options."
             )
+    averages = state["noise_scale"]
+    if averages is not None and (not isinstance(averages, dict) or set(averages) != set(wanted["noise_scale"])):
+        raise OptionError(f"The state has noise_scale={averages!r}; it has {sorted(wanted['noise_scale'])}.")
     plan = state["plan"]
     if plan is not None and not isinstance(plan, str):
         raise OptionError(f"The state has plan={plan!r}; it is the JSON of a plan, or None.")

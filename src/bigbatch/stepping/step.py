@@ -15,11 +15,12 @@ from bigbatch.errors import GradientError, NonFiniteError, OptionError, StateLos
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping import fitting, sizing
-from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch
+from bigbatch.stepping.accumulator import WHY_NOT_EXACT, Accumulation, Accumulator, OnMicroBatch
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.gradients import accumulation_dtype_of, clear_gradients
 from bigbatch.stepping.insisting import insist
+from bigbatch.stepping.noise_scale import NoiseScale
 from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
 from bigbatch.stepping.optimizer_undo import OptimizerUndo
 from bigbatch.stepping.precision import forget_unscaled
@@ -63,6 +64,7 @@ class Step:
         num_skipped, num_skipped_in_a_row: Steps that were skipped, all and since the last one that was not.
         on_micro_batch: Called before each micro-batch as ``on_micro_batch(k, num_micro_batches)``, for a progress bar.
         model, optimizers, schedulers, options, batch_size, budget_bytes: As given.
+        noise_scale: ``noise_scale.value`` is the gradient noise scale, with the option of that name.
         accumulator, optimizer_undo: What runs the micro-batches, and what undoes an optimizer.
 
     Raises:
@@ -99,6 +101,7 @@ class Step:
         self.num_steps = 0
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
+        self.noise_scale = NoiseScale(self.accumulator, self.optimizers, wanted=self.options.noise_scale)
         self._recovery = Recovery(self)
         self._shrinks = self.options.on_out_of_memory == "shrink"
         self.optimizer_undo = OptimizerUndo(self.optimizers) if self._shrinks else None
@@ -196,7 +199,8 @@ class Step:
         norm, finite = self._judge(norm, done.loss, done)
         asked = self.options.max_grad_norm is not None or self.options.grad_norm
         # All that may need memory comes before the optimizer, which is hard to undo.
-        result = done.result(grad_norm=norm if asked else None, skipped=not finite)
+        noise_scale = self.noise_scale.measure(done, norm) if finite else None
+        result = done.result(grad_norm=norm if asked else None, noise_scale=noise_scale, skipped=not finite)
         if finite:
             if self.options.max_grad_norm is not None:
                 clip(gradients, norm, self.options.max_grad_norm)
@@ -273,6 +277,7 @@ class Step:
     def _move_on(self) -> None:
         self.num_steps += 1
         self.num_skipped_in_a_row = 0
+        self.noise_scale.keep()
         for scheduler in self.schedulers:
             scheduler.step()
         self.update_average()
@@ -296,7 +301,7 @@ class Step:
             )
 
     def _say_once(self, result: StepResult) -> None:
-        why = _WHY_NOT_EXACT.get(result.exactness)
+        why = WHY_NOT_EXACT.get(result.exactness)
         if why and result.exactness not in self._said:
             self._said.add(result.exactness)
             _log.warning("The step is %s: %s", result.exactness, why)
@@ -340,6 +345,7 @@ class Step:
             "plan": None if self.plan is None else self.plan.to_json(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "ema": ema.state_dict() if hasattr(ema, "state_dict") else None,
+            "noise_scale": self.noise_scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -357,6 +363,7 @@ class Step:
             raise OptionError(f"The ema or the scaler cannot be loaded: {error}. Nothing was loaded.") from error
         for name in COUNTS:
             setattr(self, name, state[name])
+        self.noise_scale.load_state_dict(state["noise_scale"])
         if self.plan is None or self.budget_bytes is not None:  # one that was given by hand stays
             self.micro_batch_size, self.plan = state["micro_batch_size"], plan
             if plan is not None:
@@ -367,18 +374,6 @@ class Step:
             self.options.ema.load_state_dict(state["ema"])
         if self.accumulator.precision.scaler is not None:
             self.accumulator.precision.scaler.load_state_dict(state["scaler"])
-
-
-_WHY_NOT_EXACT = {
-    "same in distribution": (
-        "random numbers were drawn in the forward (dropout), in another order than the big batch would draw them. "
-        "Expectation and variance of the gradient are the same."
-    ),
-    "approximate": (
-        "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for "
-        'all samples. Larger micro-batches come closer; GroupNorm or batch_norm="frozen" is exact.'
-    ),
-}
 
 
 def _with_plan(

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.values import Exactness, Plan, StepResult
+from bigbatch.values import Exactness, Plan, StepResult, json_ready
 
 _WEAKEST_LAST: tuple[Exactness, ...] = ("exact", "same in distribution", "approximate")
 
@@ -87,6 +87,7 @@ class StepRecord:
             "loss": float(result.loss),
             "terms": {name: float(term) for name, term in result.terms.items()},
             "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+            "noise_scale": None if result.noise_scale is None else json_ready(result.noise_scale),
             "weight": float(result.weight),
             "skipped": bool(result.skipped),
             "micro_batch_size": max(sizes, default=None),
@@ -138,6 +139,7 @@ class RunResult:
         fit_seconds: What choosing the micro-batch size took before that.
         samples_per_second: Training samples over ``seconds``.
         epochs: All epochs.
+        noise_scale: Gradient noise scale after the last step, in samples, as in ``StepResult``; None: not asked for.
     """
 
     task: str
@@ -156,6 +158,7 @@ class RunResult:
     fit_seconds: float
     samples_per_second: float
     epochs: tuple[EpochRecord, ...] = ()
+    noise_scale: float | None = None
 
 
 class Listener:

@@ -149,8 +149,8 @@ class TensorBoardLog(_Blocks):
 
     def write_step(self, step: dict[str, Any]) -> None:
         """Write the numbers of a step."""
-        for name in ("loss", "grad_norm", "learning_rate", "samples_per_second"):
-            if step[name] is not None:
+        for name in ("loss", "grad_norm", "noise_scale", "learning_rate", "samples_per_second"):
+            if isinstance(step[name], int | float):  # what is not finite is text, for JSON
                 self._writer.add_scalar(f"train/{name}", step[name], step["step"])
 
     def write_epoch(self, epoch: dict[str, Any]) -> None:

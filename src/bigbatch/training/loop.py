@@ -205,6 +205,7 @@ class Run:
             fit_seconds=self._clock.fit_seconds,
             samples_per_second=self._clock.samples_per_second,
             epochs=tuple(progress.epochs),
+            noise_scale=self.step.noise_scale.value,
         )
 
 
