@@ -203,6 +203,8 @@ class StepOptions:
         ema: An ``AveragedModel`` or any object with ``update``, updated once per optimizer step.
         batch_norm: ``"merge"``: one update of the running statistics per step, from the whole batch;
             ``"frozen"``: layers use their running statistics; ``"native"``: torch's, once per micro-batch.
+        dropout: ``"native"``: torch draws the masks, in another order than the big batch would; ``"per-sample"``: masks
+            depend on seed, step, sample and call alone, and any cut has those of the big batch; see docs/dropout.md.
         accumulation_dtype: Gradients are added up in this dtype. None: float32 for parameters of 16 bits,
             the parameter's own for others.
         noise_scale: Measure how noisy the gradient is, and so how large a batch still pays; see docs/noise-scale.md.
@@ -227,6 +229,7 @@ class StepOptions:
     scheduler: Any = None
     ema: Any = None
     batch_norm: BatchNormPolicy = "merge"
+    dropout: Literal["native", "per-sample"] = "native"
     accumulation_dtype: Any = None
     noise_scale: bool = False
     zero_missing_gradients: bool = False
@@ -240,6 +243,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         _check_choice("batch_norm", self.batch_norm, ("merge", "frozen", "native"))
+        _check_choice("dropout", self.dropout, ("native", "per-sample"))
         _check_choice("on_non_finite", self.on_non_finite, ("raise", "skip"))
         _check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
         check_positive("max_skipped", self.max_skipped)

@@ -187,6 +187,24 @@ def test_a_skipped_step_does_not_count():
     assert step.state_dict()["noise_scale"]["num_steps"] == 2
 
 
+def test_a_step_that_was_finished_in_two_attempts_does_not_count():
+    runs_out = [False, True, False, False]
+
+    def short_of_memory(model, z):
+        if runs_out and runs_out.pop(0):
+            raise torch.OutOfMemoryError("out of memory")
+        return mean(model, z)
+
+    step = step_of(short_of_memory, micro_batch_size=6)
+
+    assert step(samples(12)).retries == 1
+    assert step.state_dict()["noise_scale"]["num_steps"] == 0
+    parts = clear_samples(12).split(3)
+    result = step(torch.cat(parts))
+    assert result.micro_batch_sizes == (3, 3, 3, 3)
+    assert float(result.noise_scale) == pytest.approx(by_hand([parts]), rel=1e-10)
+
+
 def test_a_step_that_fails_after_it_was_measured_does_not_count():
     class Fails(torch.optim.SGD):
         def step(self, closure=None):

@@ -24,6 +24,7 @@ from bigbatch.stepping.hooks import HookWatch
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
 from bigbatch.stepping.losses import terms_of
+from bigbatch.stepping.per_sample_dropout import NativeDropout, PerSampleDropout
 from bigbatch.stepping.precision import Precision
 from bigbatch.stepping.shares import Share, Shares
 from bigbatch.stepping.undo import Generators, Undo
@@ -92,6 +93,7 @@ class Accumulator:
         model: Passed to ``loss_fn``.
         loss_fn: ``loss_fn(model, micro_batch)``; see ``accumulate``.
         options: Those of a step.
+        seed: Of dropout per sample; None: each run draws one.
 
     Attributes:
         device: Where the first parameter of the model is.
@@ -99,10 +101,14 @@ class Accumulator:
         on_micro_batch: See ``Step``.
         most_samples: A batch may have.
         keeping: What the attempts of a step hand on; None: nothing.
+        dropout: What draws the masks.
+        step_number: That masks depend on, with the option for them.
         listening: Makes what listens to the backwards of a step, from its list of sizes.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], options: StepOptions):
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], options: StepOptions, *, seed: int | None = None
+    ):
         check_model(model)
         check_loss_fn(loss_fn)
         self.model = model
@@ -113,6 +119,8 @@ class Accumulator:
         self.on_micro_batch: OnMicroBatch | None = None
         self.most_samples: int | None = None
         self.keeping: Keeping | None = None
+        self.dropout = PerSampleDropout(seed) if options.dropout == "per-sample" else NativeDropout()
+        self.step_number = 0
         self.listening: Callable[[list[int]], AbstractContextManager[Any]] = lambda sizes: nullcontext()
         self._weigher = Weigher(options.weight)
         self._weights_add_up = not self._weigher.has_callable
@@ -146,6 +154,7 @@ class Accumulator:
         if modules == self._modules:
             return
         self._modules = modules
+        self.dropout.look_at(self.model)
         self._batch_norms = batchnorm.layers_of(self.model)
         statistics = batchnorm.MergedStatistics(self.model)
         self._statistics = statistics if self.options.batch_norm == "merge" and statistics.buffers() else None
@@ -193,7 +202,8 @@ class Accumulator:
             if self.keeping is not None:
                 places = partial(pieces_at, batch, options=self.options, weigher=self._weigher)
                 pieces = self.keeping.begin(done, pieces, micro_batch_size, places)
-            with self.listening(done.sizes) as done.contributions:
+            masks = self.dropout.running(done.sizes, self.step_number)
+            with masks, self.listening(done.sizes) as done.contributions:
                 self._loop(pieces, done, watch)
             self._trusted_hooks |= watch.hooks
         except BaseException as error:
@@ -248,7 +258,8 @@ class Accumulator:
                 try:
                     shares = self._forward(piece, done.shares)
                     if shares:
-                        done.gradients.backward(shares, scaler.scale if scaler else None)
+                        with self.dropout.backward():
+                            done.gradients.backward(shares, scaler.scale if scaler else None)
                         reached = True
                 except Exception as error:
                     _say_where(error, done.sizes, pieces)
@@ -287,9 +298,7 @@ class Accumulator:
         return returned
 
     def _call_loss_fn(self, piece: Piece) -> Any:
-        if self.precision.autocast_dtype is None:
-            return self.loss_fn(self.model, piece.micro_batch)
-        with self.precision.forward(self.device.type):
+        with self.precision.forward(self.device.type), self.dropout.forward(piece.num_samples):
             return self.loss_fn(self.model, piece.micro_batch)
 
     def _finish(self, pieces: Pieces, done: Accumulation) -> None:

@@ -41,11 +41,15 @@ class Contributions:
     Args:
         parameters: Whose gradients count.
         sizes: Of the micro-batches so far; grows while they run.
+
+    Attributes:
+        is_complete: All micro-batches of the step are seen: none was kept from an attempt that ran out of memory.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], sizes: list[int]):
         self._parameters = [p for p in parameters if p.requires_grad]
         self._sizes = sizes
+        self.is_complete = not sizes
         self._current = 0
         self._norms: list[torch.Tensor] = []
         self._squares: dict[int, torch.Tensor] = {}
@@ -136,7 +140,9 @@ class NoiseScale:
         if not self._wanted:
             return None
         self._pending = self._kept
-        if len(done.sizes) > 1 and all(done.sizes):
+        if not done.contributions.is_complete:
+            pass  # the next step will be seen as a whole
+        elif len(done.sizes) > 1 and all(done.sizes):
             self._pending = self._kept.with_step(*self._of_step(done, norm))
         elif not self._said:
             self._said = True

@@ -34,7 +34,7 @@ def check_state(state: Any, wanted: dict[str, Any]) -> Plan | None:
             raise OptionError(f"The state has {name}={count!r}; it is a whole number of at least 0.")
     if state["micro_batch_size"] is not None:
         check_positive("micro_batch_size", state["micro_batch_size"])
-    for name in ("scaler", "ema", "noise_scale"):
+    for name in ("scaler", "ema", "dropout_seed", "noise_scale"):
         if (state[name] is None) != (wanted[name] is None):
             has, needs = ("no", "a") if state[name] is None else ("a", "no")
             raise OptionError(

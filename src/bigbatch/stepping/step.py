@@ -85,7 +85,7 @@ class Step:
         **options: Any,
     ):
         self.options = StepOptions.of(_with_plan(options, plan, memory_budget, micro_batch_size))
-        self.accumulator = Accumulator(model, loss_fn, self.options)
+        self.accumulator = Accumulator(model, loss_fn, self.options, seed=torch.initial_seed())
         self.model = model
         self.optimizers = optimizers_of(optimizer)
         self.schedulers = schedulers_of(self.options.scheduler, self.optimizers)
@@ -160,6 +160,7 @@ class Step:
             named: What ``named_parameters`` gives.
         """
         check_no_gradients(named, parameters_of(self.optimizers))
+        self.accumulator.step_number = self.num_steps + self.num_skipped  # the same when it is made again
         done = self.accumulator.run(batch, micro_batch_size, named)
         try:
             result = self._update(done)
@@ -345,6 +346,7 @@ class Step:
             "plan": None if self.plan is None else self.plan.to_json(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "ema": ema.state_dict() if hasattr(ema, "state_dict") else None,
+            "dropout_seed": self.accumulator.dropout.seed,
             "noise_scale": self.noise_scale.state_dict(),
         }
 
@@ -363,6 +365,7 @@ class Step:
             raise OptionError(f"The ema or the scaler cannot be loaded: {error}. Nothing was loaded.") from error
         for name in COUNTS:
             setattr(self, name, state[name])
+        self.accumulator.dropout.seed = state["dropout_seed"]
         self.noise_scale.load_state_dict(state["noise_scale"])
         if self.plan is None or self.budget_bytes is not None:  # one that was given by hand stays
             self.micro_batch_size, self.plan = state["micro_batch_size"], plan
