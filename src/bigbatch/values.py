@@ -163,15 +163,10 @@ class StepResult(_Json):
         weight: What the mean is over: samples, or tokens; shape ``()`` or a number.
         grad_norm: 2-norm of the gradient before clipping, shape ``()``; None unless clipped or asked for.
         skipped: Nothing moved: a gradient was not finite.
-<<<<<<< HEAD
         micro_batch_sizes: Samples in each micro-batch, in order; several sizes where memory ran out in the middle.
         retries: How often the step began or went on again after running out of memory.
-=======
-        micro_batch_sizes: Samples in each micro-batch, in order.
-        retries: How often the step began again after running out of memory.
         noise_scale: Gradient noise scale in samples, averaged over the steps so far, shape ``()``; infinite where the
             gradient is lost in noise. None unless asked for, and before there was a step of two micro-batches.
->>>>>>> 9efc034 (A step measures the gradient noise scale from its micro-batches, and a run advises a batch size)
         exactness: How far "equals the big batch" holds: "exact"; "same in distribution" when random numbers were
             drawn (dropout); "approximate" when layers saw the statistics of a micro-batch (BatchNorm).
     """

@@ -380,7 +380,7 @@ def test_what_cannot_be_keyed_is_refused_by_name_and_nothing_moved(model: Any, e
 
 
 def test_a_compiled_model_is_refused():
-    model = torch.compile(layers())
+    model: Any = torch.compile(layers())
     with pytest.raises(bb.OptionError, match="compiled code"):
         bb.Step(model, squared, torch.optim.SGD(model.parameters(), lr=0.1), dropout="per-sample")
 

@@ -341,18 +341,6 @@ class Accumulator:
         self._undo.restore(random_numbers=random_numbers)
 
 
-WHY_NOT_EXACT = {
-    "same in distribution": (
-        "random numbers were drawn in the forward (dropout), in another order than the big batch would draw them. "
-        "Expectation and variance of the gradient are the same."
-    ),
-    "approximate": (
-        "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for "
-        'all samples. Larger micro-batches come closer; GroupNorm or batch_norm="frozen" is exact.'
-    ),
-}
-
-
 def named_like(model: nn.Module, parameters: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of the parameters that need a gradient, by their names in the model, or by their place in the list."""
     names = {id(p): name for name, p in model.named_parameters()}
