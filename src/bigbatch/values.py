@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Exactness = Literal["exact", "same in distribution", "approximate"]
+DropoutPolicy = Literal["native", "per-sample"]
 BatchNormPolicy = Literal["merge", "frozen", "native"]
 
 
@@ -224,7 +225,7 @@ class StepOptions:
     scheduler: Any = None
     ema: Any = None
     batch_norm: BatchNormPolicy = "merge"
-    dropout: Literal["native", "per-sample"] = "native"
+    dropout: DropoutPolicy = "native"
     accumulation_dtype: Any = None
     noise_scale: bool = False
     zero_missing_gradients: bool = False

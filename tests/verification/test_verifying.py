@@ -107,6 +107,52 @@ def test_the_smallest_batches_are_cut(name, num_samples):
     assert found.equal == (name != "BatchNorm")
 
 
+class TimeFirst(nn.Module):
+    """Its dropout cannot tell which samples it drops of, and with as many samples as times nobody can."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        times = self.first(x)[None].expand(2, -1, -1)
+        return self.last(self.dropout(times).mean(0))
+
+
+def test_masks_by_sample_are_compared_too():
+    batch = torch.randn(10, 3), torch.randn(10, 1)
+    found = bb.verify(layers_that_drop(), of_pairs, batch, dropout="per-sample")
+
+    assert found.equal
+    assert found.worst[1] <= 1e-12
+    assert not found.notes
+
+    with pytest.raises(bb.LossError, match=r"dimension 0.*'dropout' \(Dropout\)"):
+        bb.verify(TimeFirst(), of_pairs, batch, dropout="per-sample")
+
+
+def test_masks_that_depend_on_the_cut_are_found():
+    """Control: a forward that drops a second time when it sees few samples."""
+    model, batch = layers_that_drop(), (torch.randn(10, 3), torch.randn(10, 1))
+
+    def loss_fn(model, batch):
+        x = F.dropout(batch[0], 0.0 if len(batch[0]) > 4 else 1e-9)
+        return of_pairs(model, (x, batch[1]))
+
+    found = bb.verify(model, loss_fn, batch, dropout="per-sample")
+
+    assert not found.equal
+    assert "With dropout, a cut is not the whole batch" in found.findings[0]
+
+
+def layers_that_drop():
+    return nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 1))
+
+
+def of_pairs(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
 def test_dropout_and_16_bits_are_said():
     assert "Dropout was switched off" in verified(GOOD["dropout"]).notes[0]
     assert "Dropout was switched off" in verified(GOOD["dropout, a function"]).notes[0]

@@ -22,11 +22,13 @@ from bigbatch.stepping import batchnorm
 from bigbatch.stepping.accumulating import accumulate
 from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.losses import Term, plain_loss, terms_of, value_of
+from bigbatch.stepping.per_sample_dropout import NativeDropout, PerSampleDropout, same_masks
 from bigbatch.stepping.undo import Generators, Undo
-from bigbatch.values import AFTER_THE_GRADIENT, StepOptions
+from bigbatch.values import AFTER_THE_GRADIENT, DropoutPolicy, StepOptions
 from bigbatch.verification.widening import Widened, switch_dropout_off, switch_recompute_off, wide_batch, widened
 
 _MOST_OF_A_PARAMETER = 20_000
+_SEED = 0  # of masks; any will do
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -57,6 +59,7 @@ class Runs:
         batch: As for ``accumulate``, but not a ``LogicalBatch``.
         options: Of the step. Those of what a step does with the gradient have no effect, nor has ``precision``.
         dtype: Of the copies.
+        with_masks: Leave dropout on, and give each sample the same masks in all runs.
 
     Attributes:
         model: The copy.
@@ -72,13 +75,17 @@ class Runs:
         batch: Any,
         options: StepOptions,
         dtype: torch.dtype,
+        *,
+        with_masks: bool = False,
     ):
-        self._mode = Widened(dtype)
+        self._mode = Widened(dtype, drops=with_masks)
         self.model = copy.deepcopy(model).to(dtype)
         switch_recompute_off(self.model)
-        self.dropouts = switch_dropout_off(self.model)
+        self.dropouts = [] if with_masks else switch_dropout_off(self.model)
+        self._dropout = PerSampleDropout(_SEED) if with_masks else NativeDropout()
+        self._dropout.look_at(self.model)
         self._loss_fn = loss_fn
-        self.options = _options_of_the_gradient(options, dtype)
+        self.options = _options_of_the_gradient(options, dtype, "per-sample" if with_masks else "native")
         self._batch = batch if options.collate is not None else wide_batch(batch, dtype)
         self._named = {name: p for name, p in unwrapped(self.model).named_parameters() if p.requires_grad}
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -116,7 +123,8 @@ class Runs:
             LossError: What ``loss_fn`` returned is no loss, or it reaches no parameter of the model that it got.
         """
         policy = batch_norm or self.options.batch_norm
-        with self._running(policy):
+        size = self.num_samples
+        with self._running(policy), self._dropout.running([size], 0), self._dropout.forward(size):
             loss = plain_loss(self._loss_fn(self.model, self._whole_batch()))
             return Found(float(loss.detach()), self._gradients_of(loss), (self.num_samples,))
 
@@ -146,7 +154,7 @@ class Runs:
             batch_norm: Instead of that of the options.
         """
         options = {**vars(self.options), **({"batch_norm": batch_norm} if batch_norm else {})}
-        with self._running("native"):
+        with self._running("native"), same_masks(_SEED):
             try:
                 result = accumulate(
                     self.model,
@@ -203,11 +211,11 @@ class Runs:
             self._loss_fn(self.model, self._whole_batch() if micro_batch is None else micro_batch)
 
 
-def _options_of_the_gradient(options: StepOptions, dtype: torch.dtype) -> StepOptions:
+def _options_of_the_gradient(options: StepOptions, dtype: torch.dtype, dropout: DropoutPolicy) -> StepOptions:
     plain = {name: getattr(StepOptions(), name) for name in AFTER_THE_GRADIENT}
     collate = options.collate
     wide = collate and (lambda samples: wide_batch(collate(samples), dtype))
-    return dataclasses.replace(options, precision="fp32", collate=wide, **plain)
+    return dataclasses.replace(options, precision="fp32", dropout=dropout, collate=wide, **plain)
 
 
 def _check_not_reentrant(loss: torch.Tensor) -> None:

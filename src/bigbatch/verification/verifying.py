@@ -32,7 +32,8 @@ def verify(
 ) -> Comparison:
     r"""Compare the gradient of a batch that is cut with that of the whole batch at once, and say why they differ.
 
-    Everything runs on a private copy of the model in ``dtype``, without dropout. In float64 rounding is about 1e-15,
+    Everything runs on a private copy of the model in ``dtype``, without dropout; with ``dropout="per-sample"`` a second
+    time with it, and with the same masks. In float64 rounding is about 1e-15,
     so what is left is a mistake: a loss that is a mean over other things than was said, a loss or a layer that looks
     across samples, something that changes from call to call. The whole batch is run by ``loss_fn`` and autograd alone,
     and the cut by ``accumulate``. Model, ``.grad``, buffers, flags and random numbers stay as they are.
@@ -72,12 +73,19 @@ def verify(
     with untouched(model):
         runs = _private(model, loss_fn, batch, options, getattr(torch, dtype))
         whole = _whole(runs, dtype)
-        return _compared(runs, whole, _sizes(runs, micro_batch_size), dtype, options)
+        sizes = _sizes(runs, micro_batch_size)
+        found = _compared(runs, whole, sizes, dtype, options)
+        if options.dropout == "per-sample":
+            with_masks = _private(model, loss_fn, batch, options, getattr(torch, dtype), with_masks=True)
+            return _with_masks(found, with_masks, sizes, dtype)
+        return found
 
 
-def _private(model: nn.Module, loss_fn: Any, batch: Any, options: StepOptions, dtype: torch.dtype) -> Runs:
+def _private(
+    model: nn.Module, loss_fn: Any, batch: Any, options: StepOptions, dtype: torch.dtype, *, with_masks: bool = False
+) -> Runs:
     try:
-        return Runs(model, loss_fn, batch, options, dtype)
+        return Runs(model, loss_fn, batch, options, dtype, with_masks=with_masks)
     except BigBatchError:
         raise
     except (TypeError, RuntimeError, AttributeError) as error:
@@ -145,6 +153,32 @@ def _compared(runs: Runs, whole: Found, sizes: Sequence[int], dtype: DType, opti
     return dataclasses.replace(found, findings=tuple(findings), notes=notes)
 
 
+def _with_masks(without: Comparison, runs: Runs, sizes: Sequence[int], dtype: DType) -> Comparison:
+    """What was found without dropout, and the same with the masks of a step: the worse of the two."""
+    found = _distance([runs.cut(size) for size in sizes], _whole(runs, dtype), dtype)
+    worst = {name: max(found.differences[name], value) for name, value in without.differences.items()}
+    findings = without.findings
+    if without.equal and not found.equal:
+        findings = (*findings, _MASKS_DIFFER)
+    return dataclasses.replace(
+        without,
+        differences=dict(sorted(worst.items(), key=lambda item: -item[1])),
+        loss_difference=max(found.loss_difference, without.loss_difference),
+        findings=findings,
+        notes=tuple(note for note in without.notes if note != _DROPOUT_IS_OFF),
+    )
+
+
+_MASKS_DIFFER = (
+    "With dropout, a cut is not the whole batch: the samples of some tensor are not in dimension 0 one after another, "
+    'or the forward drops in another order in another cut. Bring the samples there, or give dropout="native".'
+)
+_DROPOUT_IS_OFF = (
+    "Dropout was switched off on the copy: in a step, micro-batches draw other masks than the whole batch "
+    'would, from the same distribution. With dropout="per-sample" they have the same, and are compared too.'
+)
+
+
 def _distance(cuts: Sequence[Found], whole: Found, dtype: DType) -> Comparison:
     per_cut = [relative_differences(cut.gradients, whole.gradients) for cut in cuts]
     worst = {name: max(differences[name] for differences in per_cut) for name in whole.gradients}
@@ -177,10 +211,7 @@ def _findings(runs: Runs, found: Comparison, unequal: Sequence[int]) -> list[str
 def _notes(runs: Runs, options: StepOptions) -> tuple[str, ...]:
     notes = []
     if runs.dropouts or runs.drops_in_functions:
-        notes.append(
-            "Dropout was switched off on the copy: in a step, micro-batches draw other masks than the whole batch "
-            "would, from the same distribution."
-        )
+        notes.append(_DROPOUT_IS_OFF)
     if options.precision not in ("fp32", torch.float32):
         named = options.precision if isinstance(options.precision, str | torch.dtype) else "fp16"
         notes.append(f"precision={named} was left out: rounding in 16 bits would hide what is compared.")

@@ -36,13 +36,16 @@ _ATTENTION = F.scaled_dot_product_attention
 class Widened(TorchFunctionMode):
     """Within it, tensors and casts of fewer bits than ``dtype`` become ``dtype``, and dropout drops nothing.
 
+    With ``drops`` it does.
+
     Losses use tensors that belong neither to the model nor to the batch (class weights), and models cast in their
     forward (``RMSNorm`` of transformers computes in float32): casting the parameters alone would end in an error, or
     in float32.
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, *, drops: bool = False):
         self.dtype = dtype
+        self._drops = drops
         self.switched_dropout_off = False
         # Not by promote_types in here: what is cached of it outside would be that of another dtype.
         self.narrow = {torch.float16, torch.bfloat16} | ({torch.float32} if dtype == torch.float64 else set())
@@ -54,6 +57,8 @@ class Widened(TorchFunctionMode):
         if func in _CASTS:
             return args[0].to(self.dtype)
         args, kwargs = tree_map(self._wide, (args, kwargs))
+        if self._drops:
+            return func(*args, **kwargs)
         self.switched_dropout_off |= _drops(func, args, kwargs)
         return func(*_without_dropout(func, args, kwargs), **kwargs)
 
