@@ -161,7 +161,7 @@ class PerSampleDropout(NativeDropout):
         before = torch.initial_seed()
         _set_field(self._masks.begin(sum(self._sizes[:-1]) if first is None else first, num_samples))
         try:
-            with self._masks:
+            with _Answers(self._masks):
                 yield
         finally:
             _set_field(before)
@@ -169,7 +169,7 @@ class PerSampleDropout(NativeDropout):
     def backward(self) -> AbstractContextManager[Any]:
         """A backward, inside ``running``, in which a forward may run again."""
         assert self._masks is not None
-        return self._masks if self._masks.may_be_recomputed else nullcontext()
+        return _Answers(self._masks) if self._masks.may_be_recomputed else nullcontext()
 
     def _refuse_what_is_out_of_reach(self) -> None:
         for name, layer in self._recurrent:
@@ -211,19 +211,14 @@ def _set_field(value: int) -> None:
         torch.set_rng_state(state)
 
 
-class _Masks(TorchDispatchMode):
-    """Answers the operations that draw masks.
+class _Masks:
+    """The masks of one step.
 
     Attributes:
         may_be_recomputed: A mask was drawn where backward may run the forward again.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch loads the compiler, to keep it away from a handler that it will never see
-
     def __init__(self, model: nn.Module, seed: int, number: int):
-        super().__init__()
         self._model = model
         self._key = seed % 2**64
         self._number = number % 2**32
@@ -235,32 +230,8 @@ class _Masks(TorchDispatchMode):
         self._spans.append((first, num_samples))
         return _MARK << 48 | (len(self._spans) - 1) << 24
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _BERNOULLI and kwargs.get("generator") is None and not _has_no_numbers(args[0]):
-            return self._bernoulli(*args)
-        if func is _NATIVE_DROPOUT and not _has_no_numbers(args[0]):
-            return self._native_dropout(*args)
-        place = _FUSED.get(func)
-        if place is not None and _dropout_of(args, kwargs, place) > 0:
-            raise OptionError(
-                f'dropout="per-sample" cannot reach the dropout of a fused attention kernel ({func}), called in '
-                f"{self._calling_module()}. Take the maths path, by running the model inside "
-                f"torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), or its eager attention; or "
-                f'set its attention dropout to 0, or give dropout="native".'
-            )
-        return func(*args, **kwargs)
-
-    def _bernoulli(self, noise: torch.Tensor, keep: float = 0.5) -> torch.Tensor:
-        return noise.copy_(self._mask(noise.shape, keep, noise.device))
-
-    def _native_dropout(self, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if train is False or p == 0:
-            return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        mask = self._mask(x.shape, 1 - p, x.device)
-        return x.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
-
-    def _mask(self, shape: torch.Size, keep: float, device: torch.device) -> torch.Tensor:
+    def draw(self, shape: torch.Size, keep: float, device: torch.device) -> torch.Tensor:
+        """The mask of the next call: which entries are kept."""
         field = torch.initial_seed()
         if field >> 48 != _MARK:
             raise LossError(_LOST)
@@ -290,11 +261,12 @@ class _Masks(TorchDispatchMode):
             return
         raise LossError(
             f'dropout="per-sample" needs the samples in dimension 0, one after another, but in '
-            f"{self._calling_module()} dropout gets a tensor of shape {tuple(shape)} in a micro-batch of {num_samples} "
+            f"{self.calling_module()} dropout gets a tensor of shape {tuple(shape)} in a micro-batch of {num_samples} "
             f'samples. Bring them there, or give dropout="native".'
         )
 
-    def _calling_module(self) -> str:
+    def calling_module(self) -> str:
+        """The innermost module that is running, for a message."""
         name, module = self._calling()
         return f"{name!r} ({type(module).__name__})" if module is not None else "a function"
 
@@ -308,6 +280,43 @@ class _Masks(TorchDispatchMode):
                 return names[id(owner)] or "the model", owner
             frame = frame.f_back
         return "", None
+
+
+class _Answers(TorchDispatchMode):
+    """Answers the operations that draw masks, in one thread."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch loads the compiler, to keep it away from a handler that it will never see
+
+    def __init__(self, masks: _Masks):
+        super().__init__()
+        self._masks = masks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _BERNOULLI and kwargs.get("generator") is None and not _has_no_numbers(args[0]):
+            return self._bernoulli(*args)
+        if func is _NATIVE_DROPOUT and not _has_no_numbers(args[0]):
+            return self._native_dropout(*args)
+        place = _FUSED.get(func)
+        if place is not None and _dropout_of(args, kwargs, place) > 0:
+            raise OptionError(
+                f'dropout="per-sample" cannot reach the dropout of a fused attention kernel ({func}), called in '
+                f"{self._masks.calling_module()}. Take the maths path, by running the model inside "
+                f"torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), or its eager attention; or "
+                f'set its attention dropout to 0, or give dropout="native".'
+            )
+        return func(*args, **kwargs)
+
+    def _bernoulli(self, noise: torch.Tensor, keep: float = 0.5) -> torch.Tensor:
+        return noise.copy_(self._masks.draw(noise.shape, keep, noise.device))
+
+    def _native_dropout(self, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if train is False or p == 0:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        mask = self._masks.draw(x.shape, 1 - p, x.device)
+        return x.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 def _saved_tensors_are_hooked() -> bool:
