@@ -255,6 +255,11 @@ class StepOptions:
         for name in ("grad_norm", "noise_scale", "zero_missing_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r}; it is True or False.")
+        if self.noise_scale and str(self.batch_norm) == "exact":
+            raise OptionError(
+                'noise_scale=True does not go with batch_norm="exact": no micro-batch has a gradient of its own there. '
+                "Leave one of them out."
+            )
         check_batch_dims(self.batch_dims)
         if self.collate is not None and self.batch_dims is not None:
             raise OptionError("batch_dims has no effect beside collate=, which makes each micro-batch. Leave it out.")

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from bigbatch.errors import BatchError, LossError, OptionError
+from bigbatch.stepping.checks import check_one_process
 from bigbatch.stepping.compiled import is_compiled
 from bigbatch.stepping.philox import keep_mask
 
@@ -71,7 +72,7 @@ class NativeDropout:
     def look_at(self, model: nn.Module) -> None:
         """Nothing needs to be known."""
 
-    def running(self, sizes: list[int], number: int) -> AbstractContextManager[Any]:
+    def running(self, sizes: list[int], number: int, first: int = 0) -> AbstractContextManager[Any]:
         """The micro-batches of a step."""
         return nullcontext()
 
@@ -101,6 +102,7 @@ class PerSampleDropout(NativeDropout):
         self._time_first: list[tuple[str, Any]] = []
         self._masks: _Masks | None = None
         self._sizes: list[int] = []
+        self._first = 0
 
     def look_at(self, model: nn.Module) -> None:
         """Remember the layers whose dropout is out of reach.
@@ -120,20 +122,22 @@ class PerSampleDropout(NativeDropout):
         self._time_first = [(name, m) for name, m in named if isinstance(m, layers) and not m.self_attn.batch_first]
 
     @contextlib.contextmanager
-    def running(self, sizes: list[int], number: int) -> Iterator[None]:
+    def running(self, sizes: list[int], number: int, first: int = 0) -> Iterator[None]:
         """The micro-batches of a step.
 
         Args:
             sizes: Of the micro-batches so far; grows while they run.
             number: Of the step.
+            first: Place of the first sample in a batch that others have the beginning of.
 
         Raises:
             OptionError: A layer drops in a way that cannot be keyed.
         """
+        check_one_process()  # several need one seed, and what the others have of the batch
         self._refuse_what_is_out_of_reach()
         given = self.seed if self.seed is not None else _seed_of_this_run.get()
         self._masks = _Masks(self._model, _next_seed() if given is None else given, number)
-        self._sizes = sizes
+        self._sizes, self._first = sizes, first
         try:
             yield
         finally:
@@ -147,7 +151,7 @@ class PerSampleDropout(NativeDropout):
 
         Args:
             num_samples: In it.
-            first: Place of its first sample in the batch; None: it is the last of ``sizes``.
+            first: Place of its first sample among those that run here; None: it is the last of ``sizes``.
 
         Raises:
             BatchError: Nobody knows how many samples it has.
@@ -159,7 +163,8 @@ class PerSampleDropout(NativeDropout):
                 'Give dropout="native".'
             )
         before = torch.initial_seed()
-        _set_field(self._masks.begin(sum(self._sizes[:-1]) if first is None else first, num_samples))
+        first = sum(self._sizes[:-1]) if first is None else first
+        _set_field(self._masks.begin(self._first + first, num_samples))
         try:
             with _Answers(self._masks):
                 yield
