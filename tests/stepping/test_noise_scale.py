@@ -72,7 +72,7 @@ def by_hand(batches):
     return float(noise / signal)
 
 
-@pytest.mark.parametrize("sizes", [(32, 32, 32, 32), (30, 30, 30, 6), (32, 32, 32, 1)])
+@pytest.mark.parametrize("sizes", [(32, 32, 32, 32), (32, 32, 32, 1)])
 def test_noise_scale_is_the_known_one_within_5_percent(sizes):
     step = step_of()
     batches = [samples(sum(sizes)).split(list(sizes)) for _ in range(STEPS)]

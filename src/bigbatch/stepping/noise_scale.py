@@ -118,7 +118,7 @@ class NoiseScale:
         self._accumulator = accumulator
         self._wanted = wanted
         self._kept = self._pending = _Averages()
-        self._said = False
+        self._is_too_few = self._said = False
         if wanted:
             accumulator.listening = lambda sizes: Contributions(parameters_of(optimizers), sizes)
 
@@ -140,16 +140,9 @@ class NoiseScale:
         if not self._wanted:
             return None
         self._pending = self._kept
-        if not done.contributions.is_complete:
-            pass  # the next step will be seen as a whole
-        elif len(done.sizes) > 1 and all(done.sizes):
+        self._is_too_few = len(done.sizes) < 2 or not all(done.sizes)
+        if not self._is_too_few and done.contributions.is_complete:
             self._pending = self._kept.with_step(*self._of_step(done, norm))
-        elif not self._said:
-            self._said = True
-            _log.warning(
-                "noise_scale: a step of one micro-batch says nothing about noise; it takes two, of known sizes. Give a "
-                "smaller micro_batch_size. Such steps are left out."
-            )
         return self._pending.ratio if self._pending.num_steps else None
 
     def _of_step(self, done: Accumulation, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,6 +162,12 @@ class NoiseScale:
     def keep(self) -> None:
         """The step that was measured last was made."""
         self._kept = self._pending
+        if self._is_too_few and not self._said:
+            self._said = True
+            _log.warning(
+                "noise_scale: a step of one micro-batch says nothing about noise; it takes two, of known sizes. Give a "
+                "smaller micro_batch_size. Such steps are left out."
+            )
 
     def state_dict(self) -> dict[str, Any] | None:
         """The averages; None when nothing is measured."""
