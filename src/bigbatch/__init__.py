@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from bigbatch.memory.recompute import apply, recompute
     from bigbatch.planning.costs import MemoryProfile
     from bigbatch.stepping.accumulating import accumulate
+    from bigbatch.stepping.contrastive import info_nce, siglip, sup_con
     from bigbatch.stepping.conversions import to_group_norm, to_instance_norm, to_layer_norm
     from bigbatch.stepping.learning_rate import scale_learning_rate, total_steps
     from bigbatch.stepping.losses import Constant, Ratio, Sum
     from bigbatch.stepping.planned import plan, profile
     from bigbatch.stepping.recalibrating import recalibrate_batch_norm
     from bigbatch.stepping.step import Step
+    from bigbatch.stepping.whole_batch import WholeBatchLoss
     from bigbatch.training.task import Task
     from bigbatch.values import Plan, StepOptions, StepResult
     from bigbatch.verification.comparison import Comparison
@@ -77,14 +79,18 @@ _HOME = {
     "Task": "bigbatch.training.task",
     "TaskError": _ERRORS,
     "TraceError": _ERRORS,
+    "WholeBatchLoss": "bigbatch.stepping.whole_batch",
     "accumulate": "bigbatch.stepping.accumulating",
     "apply": "bigbatch.memory.recompute",
+    "info_nce": "bigbatch.stepping.contrastive",
     "limit_memory": "bigbatch.memory.limit",
     "plan": "bigbatch.stepping.planned",
     "profile": "bigbatch.stepping.planned",
     "recalibrate_batch_norm": "bigbatch.stepping.recalibrating",
     "recompute": "bigbatch.memory.recompute",
     "scale_learning_rate": "bigbatch.stepping.learning_rate",
+    "siglip": "bigbatch.stepping.contrastive",
+    "sup_con": "bigbatch.stepping.contrastive",
     "to_group_norm": "bigbatch.stepping.conversions",
     "to_instance_norm": "bigbatch.stepping.conversions",
     "to_layer_norm": "bigbatch.stepping.conversions",
@@ -121,14 +127,18 @@ __all__ = [
     "Task",
     "TaskError",
     "TraceError",
+    "WholeBatchLoss",
     "accumulate",
     "apply",
+    "info_nce",
     "limit_memory",
     "plan",
     "profile",
     "recalibrate_batch_norm",
     "recompute",
     "scale_learning_rate",
+    "siglip",
+    "sup_con",
     "to_group_norm",
     "to_instance_norm",
     "to_layer_norm",

@@ -4,6 +4,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import bigbatch as bb
 from tests.cases.common import same, spans
 from tests.reference import big_batch_gradients, gradients, slice_batch
 
@@ -45,6 +46,20 @@ def careful():
     for (start, stop), part in zip(spans(case["n"], case["micro"]), parts, strict=True):
         torch.autograd.backward(embed(model, part), (a.grad[start:stop], b.grad[start:stop]))
     return gradients(model)
+
+
+def ours():
+    case = build()
+    loss_fn = bb.WholeBatchLoss(embed, lambda pair, batch: pair_loss(*pair))
+    bb.accumulate(case["model"], loss_fn, case["batch"], micro_batch_size=case["micro"])
+    return gradients(case["model"])
+
+
+def ours_in_chunks_of_rows():
+    case = build()
+    loss_fn = bb.WholeBatchLoss(embed, lambda pair, batch: bb.info_nce(*pair, scale=5.0, chunk_size=3))
+    bb.accumulate(case["model"], loss_fn, case["batch"], micro_batch_size=case["micro"])
+    return gradients(case["model"])
 
 
 def naive():

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import bigbatch as bb
 from tests.cases.common import same, spans
 from tests.reference import big_batch_gradients, gradients, slice_batch
 
@@ -43,6 +44,23 @@ def reference():
 
 def careful():
     return dict(declared_inexact=True)
+
+
+def ours():
+    case = build()
+
+    def forward(model, batch):
+        y, shares, chosen = model(batch["x"])
+        used = torch.stack([(chosen == k).to(shares.dtype).sum() for k in range(3)])
+        return dict(y=y, share=bb.Sum(shares.sum(0)), used=bb.Sum(used))
+
+    def loss(outputs, batch):
+        n = len(batch["y"])
+        return F.mse_loss(outputs["y"], batch["y"]) + 5.0 * 3 * (outputs["used"] / n * outputs["share"] / n).sum()
+
+    loss_fn = bb.WholeBatchLoss(forward, loss)
+    bb.accumulate(case["model"], loss_fn, case["batch"], micro_batch_size=case["micro"])
+    return gradients(case["model"])
 
 
 def naive():

@@ -18,12 +18,9 @@ CASES: dict[str, ModuleType] = {
     for path in sorted(Path(__file__).parent.glob("case_*.py"))
 }
 
-WHOLE_BATCH_LOSSES = "issue 6, exact for every loss and every layer"
 RANKS = "issue 5, from one card to many"
 # Cases of which only the plain ways are tested yet, and what will drive them through bigbatch. Also in README.md.
 WAITING = {
-    "39_contrastive_loss_split": WHOLE_BATCH_LOSSES,
-    "41_moe_balance_loss": WHOLE_BATCH_LOSSES,
     "66_ddp_sync_once_and_last": RANKS,
     "68_ddp_reentrant_checkpoint_twice": RANKS,
 }

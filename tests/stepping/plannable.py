@@ -178,6 +178,28 @@ def terms(model: nn.Module, batch: Any) -> Any:
     return dict(fit=fit, size=bb.Sum(logits.square().sum()), penalty=bb.Constant(penalty))
 
 
+def _two_views(model: nn.Module, batch: Any) -> Any:
+    return model(torch.cat([batch[0], batch[0].roll(1, 1)])).chunk(2)
+
+
+contrast = bb.WholeBatchLoss(_two_views, lambda z, batch: bb.info_nce(z[0], z[1], chunk_size=3))
+
+
+def _pooled(model: nn.Module, batch: Any) -> dict[str, Any]:
+    logits = model(batch[0]).flatten(1).float()
+    return dict(z=logits, share=bb.Sum(logits.softmax(1).sum(0)))
+
+
+def _all_pairs(outputs: Any, batch: Any) -> dict[str, Tensor]:
+    similarity = outputs["z"] @ outputs["z"].T
+    alike = (batch[1][:, :1] == batch[1][:, 0]).float()
+    fit = F.binary_cross_entropy_with_logits(similarity, alike)
+    return dict(fit=fit, balance=outputs["share"].square().mean() / len(similarity) ** 2)
+
+
+all_pairs = bb.WholeBatchLoss(_pooled, _all_pairs)
+
+
 def of_names(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
 
@@ -284,6 +306,14 @@ WORLDS: dict[str, World] = {
     "transformer, terms": World(Transformer, adamw(), terms, options=dict(weight=dict(fit="samples"))),
     "transformer, other dimensions": World(
         Transformer, adamw(), of_transposed, transposed_and_shared, dict(batch_dims={"x": 1, "shared": None})
+    ),
+    "mlp, contrast, collated": World(mlp, sgd, contrast, samples, dict(collate=collate)),
+    "transformer, all pairs, fp16": World(
+        # A scale at which the first step is not skipped.
+        Transformer,
+        sgd,
+        all_pairs,
+        options=lambda _: dict(precision=torch.amp.GradScaler("cpu", init_scale=8.0)),
     ),
     "lstm": World(Recurrent),
     "adapters": World(adapters),

@@ -31,6 +31,13 @@ def test_a_step_with_an_allocation_that_fails_is_the_step_it_would_have_been(tmp
         assert row["same size"] + row["smaller"] >= 8
 
 
+def test_so_is_one_of_a_loss_of_the_whole_batch_in_both_passes_and_between_them(tmp_path):
+    for row in attacked(tmp_path, "--nets", "contrastive", "--optimizers", "adamw fused", "--every", "40"):
+        assert row["wrong"] == 0, row["examples"]
+        assert row["not reached"] == 0
+        assert row["same size"] + row["smaller"] >= 20
+
+
 def test_a_second_failure_while_the_first_is_undone_changes_nothing(tmp_path):
     for row in attacked(tmp_path, *NETS, "--double", "12"):
         assert row["wrong"] == 0, row["examples"]

@@ -77,7 +77,7 @@ def test_a_file_may_be_called_like_a_module_that_is_loaded(tmp_path):
     [
         (
             "digit",
-            "There is no task 'digit'. The built-in ones are digits, resnet50, text; one of your own is written as",
+            "There is no task 'digit'. The built-in ones are contrastive, digits, resnet50, text; one of your own is",
         ),
         ("my_tasks.py", "There is no task 'my_tasks.py'"),
         ("{file}:", "There is no task"),

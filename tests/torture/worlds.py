@@ -121,6 +121,17 @@ def two_losses(model: nn.Module, batch: Batch) -> dict[str, Any]:
     }
 
 
+def two_views(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    a, b = model(batch["x"]), model(batch["x"] + 0.1)
+    return {"a": a, "b": b, "share": bb.Sum(a.softmax(1).sum(0))}
+
+
+def contrast(outputs: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """In chunks of rows, beside a balance of sums."""
+    balance = (outputs["share"] / len(batch["y"])).square().sum()
+    return {"contrast": bb.info_nce(outputs["a"], outputs["b"], chunk_size=5), "balance": balance}
+
+
 def inputs(*shape: int) -> Callable[[torch.Generator], Batch]:
     def make(draw: torch.Generator) -> Batch:
         return {
@@ -164,6 +175,7 @@ NETS = {
     "transformer": Net(Transformer, token_loss, tokens),
     "lora": Net(low_rank, two_losses, inputs(6)),
     "lstm": Net(Recurrent, class_loss, inputs(5, 3), ema=True),
+    "contrastive": Net(ConvNet, bb.WholeBatchLoss(two_views, contrast), inputs(1, 8, 8)),
     "scaled": Net(mlp, class_loss, inputs(6), scaled=True),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

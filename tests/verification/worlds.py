@@ -192,9 +192,18 @@ GOOD = {
     "dropout, a function": World(lambda m, b: F.dropout(squared(m, b), 0.5).mean()),
     "casts to float32": World(sample_mean, model=InFloat32),
     "bf16": World(sample_mean, options={"precision": "bf16"}),
+    "contrastive, of the whole batch": World(
+        bb.WholeBatchLoss(logits, lambda z, b: bb.info_nce(z, z.roll(1, 0), scale=10.0, chunk_size=2))
+    ),
+    "sums of the whole batch": World(
+        bb.WholeBatchLoss(
+            lambda m, b: {"share": bb.Sum(logits(m, b).softmax(1).sum(0)), "loss": squared(m, b)},
+            lambda outputs, b: {"fit": outputs["loss"].mean(), "balance": outputs["share"].square().sum() / 81},
+        )
+    ),
 }
 
-_COUPLED = r"couples samples: .*cannot be cut in this version: run the batch at once.*micro_batch_size=9\)"
+_COUPLED = r"couples samples: .*give loss_fn=bb\.WholeBatchLoss\(forward, loss\)"
 WRONG = {
     "tokens by samples": World(token_mean, r'over tokens .* was weighed by samples: give weight="tokens"'),
     "next tokens by tokens": World(
@@ -253,6 +262,21 @@ WRONG = {
     ),
     "a layer of one's own across samples": World(
         sample_mean, r"The model couples samples: '1', a Centered,", model=lambda: mlp(Centered())
+    ),
+    "rows that depend on others": World(
+        bb.WholeBatchLoss(
+            lambda m, b: logits(m, b) - logits(m, b).mean(0), lambda z, b: z.square().sum(1).sqrt().mean()
+        ),
+        "The output of forward has rows that depend on the samples beside them",
+    ),
+    "a mean as a sum of the whole batch": World(
+        bb.WholeBatchLoss(lambda m, b: {"a": bb.Sum(logits(m, b).mean(0))}, lambda o, b: o["a"].square().sum()),
+        "The output 'a' of forward is a bb.Sum, but .*return a plain sum",
+    ),
+    "a layer across samples, of the whole batch": World(
+        bb.WholeBatchLoss(logits, lambda z, b: (z.T @ z).square().mean()),
+        r"The model couples samples: '1', a Centered,",
+        model=lambda: mlp(Centered()),
     ),
     "a counter": World(_counting(), r"not deterministic: .*changes from call to call"),
     "noise": World(

@@ -26,10 +26,12 @@ class LogicalBatch:
             as the step goes, so that the first forward does not wait for the last micro-batch.
         weight: What the mean loss of the whole batch is over: samples, or tokens, as the step's ``weight`` says; a
             dict when that is one. It is checked. Known beforehand for an iterator, it saves a pass over the gradient.
+        whole: What the loss of a ``WholeBatchLoss`` gets as the batch, such as all labels.
     """
 
     micro_batches: Iterable[Any]
     weight: float | Mapping[str, float] | None = None
+    whole: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, Iterable) or isinstance(self.micro_batches, _NO_LISTS):

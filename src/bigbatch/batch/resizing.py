@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from bigbatch.batch.cutting import lay_out
-from bigbatch.batch.logical import num_samples_of
+from bigbatch.batch.logical import LogicalBatch, num_samples_of
+from bigbatch.batch.sizes import spans
 from bigbatch.values import StepOptions
 
 
@@ -29,6 +31,17 @@ def micro_batch_of(batch: Any, num_samples: int, options: StepOptions) -> Any:
     layout = lay_out(batch, options.batch_dims)
     times = math.ceil(num_samples / layout.num_samples)
     return layout.mapped(lambda value, dim: _repeated(value, dim, times, num_samples))
+
+
+def cut_batch_of(batch: Any, sizes: Sequence[int], options: StepOptions) -> LogicalBatch:
+    """Micro-batches of these sizes beside the whole batch that they are cut from, as ``micro_batch_of`` makes it."""
+    whole = micro_batch_of(batch, sum(sizes), options)
+    if len(sizes) == 1:
+        return LogicalBatch([whole])
+    if options.collate is not None:
+        return LogicalBatch([micro_batch_of(batch, size, options) for size in sizes], whole=whole)
+    layout = lay_out(whole, options.batch_dims)
+    return LogicalBatch([layout.cut(start, length) for start, length in spans(list(sizes))], whole=whole)
 
 
 def _repeated(value: Any, dim: int, times: int, num_samples: int) -> Any:

@@ -28,8 +28,8 @@ PlanName = Annotated[
     str,
     typer.Argument(
         metavar="TASK",
-        help="digits, text, file.py:name of a task of your own, or a shape: gpt2, llama-8b, llama-70b, resnet50, unet, "
-        "vit-l.",
+        help="digits, text, contrastive, file.py:name of a task of your own, or a shape: gpt2, llama-8b, llama-70b, "
+        "resnet50, unet, vit-l.",
     ),
 ]
 MemoryBudget = Annotated[str, typer.Option(help='Such as "8GiB".')]

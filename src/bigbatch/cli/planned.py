@@ -198,7 +198,7 @@ def _profile(planner: Planner, model: _Model, wanted: Wanted, budget_bytes: int)
         if not planner.can_run:
             raise
         step = model.step
-        loss_fn, options = step.accumulator.loss_fn, vars(step.options)
+        loss_fn, options = step.accumulator.given_loss_fn, vars(step.options)
         return bb.profile(step.model, loss_fn, model.batch, optimizer=step.optimizers, **options)
 
 

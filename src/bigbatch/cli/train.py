@@ -29,7 +29,9 @@ class PrecisionName(StrEnum):
     FP16 = "fp16"
 
 
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or file.py:name of a task of your own.")]
+TaskName = Annotated[
+    str, typer.Argument(metavar="TASK", help="digits, text, contrastive, or file.py:name of a task of your own.")
+]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in one optimizer step.")]
 MemoryBudget = Annotated[str | None, typer.Option(help='Such as "64MiB". The fastest plan that fits is run.')]
 MicroBatchSize = Annotated[

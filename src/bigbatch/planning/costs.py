@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -111,7 +112,8 @@ class MemoryProfile:
 
     - in a first micro-batch: per slot, held storages and ``forward`` or ``backward_first``;
     - in a later one: gradients, held storages and ``forward`` or ``backward``;
-    - in the update: gradients and ``update_bytes``.
+    - in the update: gradients and ``update_bytes``;
+    - for a loss of the whole batch in several micro-batches: ``outputs`` beside each micro-batch, and ``loss_bytes``.
 
     Attributes:
         parameter_bytes: Parameters of the model, frozen ones too, each storage once.
@@ -126,6 +128,8 @@ class MemoryProfile:
         batch_is_whole: Whether ``batch`` is for the samples of the whole batch, and not of a micro-batch.
         storages: Bytes of what is saved for backward; each storage once, however many slots save it.
         slots: In the order of the forward. The first and the last are not blocks.
+        outputs: Gradients of the outputs of a ``WholeBatchLoss``, by samples of the whole batch.
+        loss_bytes: Of a ``WholeBatchLoss``, the most bytes alive in the loss for so many samples of the whole batch.
         workspace: Bytes that kernels need only while they run, beyond counted storages; zero when not measured.
         micro_seconds: Measured or estimated ``(samples, seconds)`` of one forward-backward without recompute.
         update_seconds: Of what comes once a step.
@@ -149,6 +153,8 @@ class MemoryProfile:
     batch_is_whole: bool = True
     storages: tuple[Line, ...] = ()
     slots: tuple[Slot, ...] = ()
+    outputs: Line = NOTHING
+    loss_bytes: tuple[tuple[int, float], ...] = ()
     workspace: Line = NOTHING
     micro_seconds: tuple[tuple[int, float], ...] = ()
     update_seconds: float = 0.0
@@ -164,6 +170,19 @@ class MemoryProfile:
     def resident_bytes(self) -> int:
         """What is there at every moment of a step, beside the batch."""
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes + self.average_bytes + self.other_bytes
+
+    def loss_bytes_at(self, num_samples: int) -> float:
+        """The most bytes alive in the loss of a whole batch.
+
+        Between known sizes it is a power of the samples, as the bytes of all pairs, or of chunks of them, are.
+        """
+        known = sorted(self.loss_bytes)
+        if not known or len(known) == 1:
+            return known[0][1] if known else 0.0
+        index = next((i for i in range(1, len(known)) if num_samples <= known[i][0]), len(known) - 1)
+        (size, before), (other, after) = known[index - 1], known[index]
+        power = math.log(max(after, 1.0) / max(before, 1.0)) / math.log(other / size)
+        return max(before, 1.0) * (num_samples / size) ** power
 
     @property
     def recomputable(self) -> tuple[str, ...]:
@@ -213,6 +232,8 @@ _SLOT_READERS: dict[str, Any] = {
 _READERS: dict[str, Any] = {
     "batch": _line,
     "workspace": _line,
+    "outputs": _line,
+    "loss_bytes": lambda values: tuple((int(size), num_bytes) for size, num_bytes in values),
     "storages": lambda values: tuple(map(_line, values)),
     "slots": lambda values: tuple(map(_slot, values)),
     "micro_seconds": lambda values: tuple((int(size), seconds) for size, seconds in values),

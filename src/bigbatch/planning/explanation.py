@@ -162,7 +162,7 @@ class _Moment(NamedTuple):
 def _highest(profile: MemoryProfile, simulation: Simulation, segments: Sequence[Segment]) -> _Moment:
     """The moment of the peak."""
     gradients = profile.gradient_bytes
-    found = [_Moment(None, 0, gradients, profile.update_bytes)]
+    found = [_Moment(None, 0, gradients, simulation.update_bytes - gradients)]
     first, later = simulation.sizes[0], max(simulation.sizes[1:], default=0)
     phase = Phase(profile, simulation.chain, first, is_first=True, is_later=False)
     for slot, held, move in phase.walk(segments):
@@ -190,8 +190,8 @@ def _kinds(profile: MemoryProfile, simulation: Simulation, moment: _Moment) -> d
         "optimizer": profile.optimizer_bytes,
         "buffers": profile.buffer_bytes,
         "averages": profile.average_bytes,
-        "other": profile.other_bytes,
-        "inputs": simulation.fixed_bytes - profile.resident_bytes,
+        "other": profile.other_bytes + simulation.outputs_bytes,
+        "inputs": simulation.fixed_bytes - simulation.outputs_bytes - profile.resident_bytes,
         "saved": moment.saved,
         "work": moment.work,
     }
@@ -209,6 +209,7 @@ def _limit(profile: MemoryProfile, moment: _Moment, kinds: dict[str, int]) -> tu
     }
     limit = max(parts, key=lambda part: parts[part])
     largest = format_bytes(parts[limit])
+    or_the_loss = ", or the loss of the whole batch," if profile.loss_bytes else ""
     sentences: dict[Limit, str] = {
         "resident": f"Parameters, gradients, optimizer state and buffers are {largest} of {whole}; neither smaller "
         "micro-batches nor recompute make them less.",
@@ -216,7 +217,7 @@ def _limit(profile: MemoryProfile, moment: _Moment, kinds: dict[str, int]) -> tu
         "needed (bb.LogicalBatch, or collate=).",
         "saved": f"What the forward keeps for backward is {largest} of {whole}, at {_place(profile, moment)}.",
         "work": f"One part of the model alone needs {largest} of {whole} for a moment: {_place(profile, moment)}.",
-        "update": f"The optimizer's update needs {largest} of {whole} for a moment.",
+        "update": f"The optimizer's update{or_the_loss} needs {largest} of {whole} for a moment.",
     }
     return limit, sentences[limit]
 

@@ -26,8 +26,7 @@ def micro_seconds(profile: MemoryProfile, num_samples: int) -> float:
     """
     timed = sorted(dict(profile.micro_seconds).items())
     if not timed:
-        forward = sum(max(0.0, slot.forward_seconds.at(num_samples)) for slot in profile.slots)
-        return _UNKNOWN_SECONDS + forward * (1 + _BACKWARD_PER_FORWARD)
+        return _UNKNOWN_SECONDS + _forward_seconds(profile, num_samples) * (1 + _BACKWARD_PER_FORWARD)
     smallest, seconds = timed[0]
     share = seconds * num_samples / smallest
     if len(timed) == 1:
@@ -41,10 +40,17 @@ def micro_seconds(profile: MemoryProfile, num_samples: int) -> float:
     return max(line, share) if num_samples < smallest else line
 
 
+def _forward_seconds(profile: MemoryProfile, num_samples: int) -> float:
+    return sum(max(0.0, slot.forward_seconds.at(num_samples)) for slot in profile.slots)
+
+
 def seconds_without_recompute(profile: MemoryProfile, sizes: Sequence[int]) -> float:
     """Seconds of a step of micro-batches of these sizes that recomputes nothing."""
     counted = Counter(sizes).items()
-    return profile.update_seconds + sum(count * micro_seconds(profile, size) for size, count in counted)
+    seconds = profile.update_seconds + sum(count * micro_seconds(profile, size) for size, count in counted)
+    if profile.loss_bytes and len(sizes) > 1:  # a loss of the whole batch needs all forwards first
+        seconds += sum(count * _forward_seconds(profile, size) for size, count in counted)
+    return seconds
 
 
 def recompute_seconds(chain: Chain, sizes: Sequence[int]) -> tuple[list[float], list[float]]:

@@ -158,8 +158,9 @@ class Simulation:
     Attributes:
         sizes: Samples in each micro-batch.
         phases: One, or two when the first micro-batch is larger than all later ones.
-        fixed_bytes: What is alive at every moment: the resident bytes and the batch.
-        update_bytes: The most bytes of the update beyond those.
+        fixed_bytes: What is alive at every moment: the resident bytes, the batch, and what a loss of all of it needs.
+        outputs_bytes: The last of these.
+        update_bytes: The most bytes beyond those of the update, or of a loss of the whole batch.
         workspace_bytes: What kernels need beyond counted storages.
         plain_seconds: Of a step that recomputes nothing.
     """
@@ -172,8 +173,9 @@ class Simulation:
         if later not in (0, first):
             self.phases.append(Phase(profile, self.chain, later, is_first=False, is_later=True))
         batch = _whole(profile.batch, sum(sizes) if profile.batch_is_whole else max(sizes))
-        self.fixed_bytes = profile.resident_bytes + batch
-        self.update_bytes = profile.gradient_bytes + profile.update_bytes
+        self.outputs_bytes, loss = self._of_whole_batch(profile)
+        self.fixed_bytes = profile.resident_bytes + batch + self.outputs_bytes
+        self.update_bytes = max(profile.gradient_bytes + profile.update_bytes, loss)
         self.workspace_bytes = _whole(profile.workspace, max(sizes))
         self.plain_seconds = seconds_without_recompute(profile, sizes)
         forward, self._last_seconds = recompute_seconds(self.chain, sizes)
@@ -181,6 +183,15 @@ class Simulation:
         for seconds in forward:
             self._seconds_before.append(self._seconds_before[-1] + seconds)
         self._part_seconds = part_seconds(self.chain, sizes)
+
+    def _of_whole_batch(self, profile: MemoryProfile) -> tuple[int, int]:
+        """Bytes that a loss of the whole batch adds to all that is alive, and its own peak beyond what is fixed."""
+        num_samples = sum(self.sizes)
+        loss = math.ceil(profile.loss_bytes_at(num_samples))
+        if len(self.sizes) == 1:
+            return loss, 0  # beside all that the forward saved
+        outputs = _whole(profile.outputs, num_samples)
+        return outputs, max(0, loss - outputs)
 
     @functools.cached_property
     def prices(self) -> tuple[Prices, ...]:

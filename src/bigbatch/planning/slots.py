@@ -59,6 +59,12 @@ def micro_batches(events: Sequence[Event], sizes: Sequence[int]) -> list[MicroBa
     return found
 
 
+def seconds_before(events: Sequence[Event]) -> float:
+    """Seconds until the first micro-batch: of the first pass and the loss, where that is one of the whole batch."""
+    start = next(i for i, event in enumerate(events) if event.marks("micro-batch"))
+    return sum(event.seconds for event in events[: start + 1])
+
+
 def _split(events: Sequence[Event], label: str) -> Iterator[list[Event]]:
     """The stretches that begin with such a mark; each has the mark of the next one at its end too."""
     starts = [i for i, event in enumerate(events) if event.marks(label)]

@@ -13,7 +13,6 @@ from torch import nn
 
 from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_at, pieces_of
 from bigbatch.batch.moving import on_device
-from bigbatch.batch.sizes import smallest_without_single
 from bigbatch.batch.structure import is_array, leaves
 from bigbatch.batch.weighing import Weigher, for_term, has_ignored_labels
 from bigbatch.errors import BatchError, LossError, warn
@@ -25,9 +24,11 @@ from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
 from bigbatch.stepping.losses import terms_of
 from bigbatch.stepping.per_sample_dropout import NativeDropout, PerSampleDropout
+from bigbatch.stepping.placing import say_where
 from bigbatch.stepping.precision import Precision
 from bigbatch.stepping.shares import Share, Shares
 from bigbatch.stepping.undo import Generators, Undo
+from bigbatch.stepping.whole_batch import TwoPasses, WholeBatchLoss
 from bigbatch.values import Exactness, StepOptions, StepResult
 
 _log = logging.getLogger("bigbatch")
@@ -98,6 +99,9 @@ class Accumulator:
     Attributes:
         device: Where the first parameter of the model is.
         precision: Autocast and loss scaling.
+        two_passes: Of a ``WholeBatchLoss``.
+        loss_fn: What is called with each micro-batch: as given, or the second of the two passes.
+        given_loss_fn: As given.
         on_micro_batch: See ``Step``.
         most_samples: A batch may have.
         keeping: What the attempts of a step hand on; None: nothing.
@@ -112,10 +116,12 @@ class Accumulator:
         check_model(model)
         check_loss_fn(loss_fn)
         self.model = model
-        self.loss_fn = loss_fn
+        self.given_loss_fn = loss_fn
         self.options = options
         self.device = _device_of(tuple(model.modules()))
         self.precision = Precision(options.precision, self.device.type)
+        self.two_passes = TwoPasses(loss_fn, self.precision) if isinstance(loss_fn, WholeBatchLoss) else None
+        self.loss_fn = loss_fn if self.two_passes is None else self.two_passes.second
         self.on_micro_batch: OnMicroBatch | None = None
         self.most_samples: int | None = None
         self.keeping: Keeping | None = None
@@ -204,7 +210,7 @@ class Accumulator:
                 pieces = self.keeping.begin(done, pieces, micro_batch_size, places)
             masks = self.dropout.running(done.sizes, self.step_number)
             with masks, self.listening(done.sizes) as done.contributions:
-                self._loop(pieces, done, watch)
+                self._loop(batch, pieces, done, watch)
             self._trusted_hooks |= watch.hooks
         except BaseException as error:
             if watch is not None:
@@ -246,11 +252,11 @@ class Accumulator:
             raise
         return pieces
 
-    def _loop(self, pieces: Pieces, done: Accumulation, watch: HookWatch) -> None:
+    def _loop(self, batch: Any, pieces: Pieces, done: Accumulation, watch: HookWatch) -> None:
         scaler = self.precision.scaler
         reached = bool(done.sizes)  # by an attempt before this one
         frozen = batchnorm.frozen(self.model) if self.options.batch_norm == "frozen" else nullcontext()
-        with frozen:
+        with frozen, self._prepared(batch, pieces) as pieces:
             for piece in on_device(pieces.pieces, self.device):
                 done.sizes.append(piece.num_samples)
                 if self.on_micro_batch is not None:
@@ -262,7 +268,7 @@ class Accumulator:
                             done.gradients.backward(shares, scaler.scale if scaler else None)
                         reached = True
                 except Exception as error:
-                    _say_where(error, done.sizes, pieces)
+                    say_where(error, done.sizes, pieces)
                     raise
                 if len(done.sizes) <= 2:
                     watch.check()
@@ -277,6 +283,11 @@ class Accumulator:
         self._finish(pieces, done)
         if self.keeping is not None:
             self.keeping.end()
+
+    def _prepared(self, batch: Any, pieces: Pieces) -> AbstractContextManager[Pieces]:
+        if self.two_passes is None:
+            return nullcontext(pieces)
+        return self.two_passes.prepared(self, batch, pieces, self._undo, self._statistics)
 
     def _forward(self, piece: Piece, shares: Shares) -> list[Share]:
         """Loss of one micro-batch, as what of it is to be backpropagated."""
@@ -372,21 +383,6 @@ def _warn_of_ignored_labels(pieces: Pieces) -> None:
             "if the loss "
             "is a mean over samples after all."
         )
-
-
-def _say_where(error: Exception, sizes: list[int], pieces: Pieces) -> None:
-    """Add the micro-batch that an error came from to it."""
-    first, size = sum(sizes[:-1]), sizes[-1]
-    place = f"micro-batch {len(sizes)}{f' of {pieces.count}' if pieces.count else ''}"
-    place += f", samples {first} to {first + size - 1}" if size else ""
-    if isinstance(error, ValueError) and "Expected more than 1 value per channel" in str(error):
-        several = pieces.num_samples > 1
-        needed = f"micro_batch_size of at least {smallest_without_single(pieces.num_samples)}"
-        raise BatchError(
-            f"A BatchNorm layer got one value per channel, which has no variance ({place}). Give a "
-            f'{needed if several else "batch of at least 2 samples"}, or batch_norm="frozen". Torch says: {error}'
-        ) from error
-    error.add_note(f"In {place}.")
 
 
 def _device_of(modules: Iterable[nn.Module]) -> torch.device:

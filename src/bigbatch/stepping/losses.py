@@ -143,8 +143,8 @@ def _denominator(name: str, denominator: Any) -> torch.Tensor | float:
         if denominator.requires_grad:
             raise LossError(
                 f"The denominator of the term {name!r} needs a gradient, so the loss is not a sum over micro-batches. "
-                "Take denominator.detach() if it is a count, or wait for WholeBatchLoss if the gradient must flow "
-                "through it: that is not there yet."
+                "Take denominator.detach() if it is a count; where the gradient must flow through it, give "
+                "loss_fn=bb.WholeBatchLoss(forward, loss)."
             )
         if denominator.dim() != 0:
             raise LossError(f"The denominator of the term {name!r} has shape {tuple(denominator.shape)}, not ().")

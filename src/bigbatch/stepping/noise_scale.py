@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from bigbatch.errors import LossError
+from bigbatch.errors import LossError, OptionError
 from bigbatch.stepping.checks import check_one_process, parameters_of
 from bigbatch.stepping.norms import total_norm
 
@@ -119,6 +119,11 @@ class NoiseScale:
         self._wanted = wanted
         self._kept = self._pending = _Averages()
         self._is_too_few = self._said = False
+        if wanted and accumulator.two_passes is not None:
+            raise OptionError(
+                "noise_scale=True measures how the gradients of samples differ, and of a WholeBatchLoss a sample alone "
+                "has none. Leave noise_scale out."
+            )
         if wanted:
             accumulator.listening = lambda sizes: Contributions(parameters_of(optimizers), sizes)
 

@@ -165,7 +165,7 @@ class Planner:
     def peaks(self, plan: Plan, batch_size: int) -> tuple[int, int]:
         """The peak of tensors alone, and that with the workspace of kernels as far as ``timed`` has measured it."""
         sizes = self.sizes_of(plan, batch_size)
-        record = self.shadow.run(_first_and_later(sizes), plan)
+        record = self.shadow.run(self._to_be_traced(sizes), plan)
         added = self._batch_bytes(sizes) - record.micro_batch_bytes
         return record.peak_bytes + added, max(record.peak_bytes, math.ceil(record.most_in_kernels)) + added
 
@@ -177,14 +177,20 @@ class Planner:
         """
         profile, sizes = self.traced, self.sizes_of(plan, batch_size)
         price = Roofline(self.card)
-        record = self.shadow.run(_first_and_later(sizes), plan, closely=True, gradients=True, price=price)
+        record = self.shadow.run(self._to_be_traced(sizes), plan, closely=True, gradients=True, price=price)
         return read_timeline(
             record.events,
             profile,
             micro_batch_bytes=record.micro_batch_bytes,
             batch_bytes=self._batch_bytes(sizes),
-            num_later=len(sizes) - 1,
+            num_later=len(sizes) - 1 if self.step.accumulator.two_passes is None else min(1, len(sizes) - 1),
         )
+
+    def _to_be_traced(self, sizes: list[int]) -> list[int]:
+        """The first micro-batch and the largest of the others, each of which is as that one; for a loss of all, all."""
+        if self.step.accumulator.two_passes is not None:
+            return sizes
+        return [sizes[0], *([max(sizes[1:])] if len(sizes) > 1 else [])]
 
     def sizes_of(self, plan: Plan, batch_size: int) -> list[int]:
         """Samples in each micro-batch."""
@@ -339,8 +345,3 @@ class _CannotRecomputeError(Exception):
         super().__init__(str(cause))
         self.plan = plan
         self.cause = cause
-
-
-def _first_and_later(sizes: list[int]) -> list[int]:
-    """The first micro-batch, and the largest of the others: each of them is as that one."""
-    return [sizes[0], *([max(sizes[1:])] if len(sizes) > 1 else [])]

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _SIZES = (2, 32)
 """Micro-batches that are traced. Two give a line; a single sample is often a special case, and many cost no more.
 A peak is the largest of several lines, so the two should lie on either side of the sizes that matter."""
+_MANY = (256, 2048)
+"""Samples of whole batches for which a loss of all of them is traced, beside the sum of those."""
 
 
 def profile_of(
@@ -57,8 +59,11 @@ def profile_of(
         storages, slots = read_slots(traced, blocks, may_recompute, _neighbours(tree))
     except ShapesDependOnSizeError as error:
         raise TraceError(str(error)) from error
+    resident = _resident(shadow, down, first_large, later_small)
+    if shadow.step.accumulator.two_passes is not None:
+        resident |= _of_whole_batch(shadow, down, resident["other_bytes"])
     return MemoryProfile(
-        **_resident(shadow, down, first_large, later_small),
+        **resident,
         **_inputs(shadow, step, batch),
         storages=storages,
         slots=slots,
@@ -92,6 +97,28 @@ def _resident(shadow: Shadow, record: Record, first: MicroBatch, later: MicroBat
     }
 
 
+def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[str, Any]:
+    """What a loss of the whole batch costs by its samples: its outputs in the second pass, and its own peak.
+
+    Args:
+        record: Of a step that was traced closely.
+        other_bytes: With the outputs of that step among them.
+    """
+    small, plain = _SIZES[0], Plan(micro_batch_size=_SIZES[1])
+    records = [record, *(shadow.run((small, many - small), plain, closely=True) for many in _MANY)]
+    starts = [next(event for event in record.events if event.marks("micro-batch")) for record in records]
+    num_samples = [sum(record.sizes) for record in records]
+    live = [start.live_bytes - record.micro_batch_bytes for start, record in zip(starts, records, strict=True)]
+    outputs = Line.through((num_samples[0], live[0]), (num_samples[-1], live[-1])).per_sample
+    fixed = live[0] - outputs * num_samples[0]
+    peaks = [start.peak_bytes - record.micro_batch_bytes for start, record in zip(starts, records, strict=True)]
+    return {
+        "other_bytes": int(other_bytes - outputs * num_samples[0]),
+        "outputs": Line(0.0, outputs),
+        "loss_bytes": tuple((size, max(0.0, peak - fixed)) for size, peak in zip(num_samples, peaks, strict=True)),
+    }
+
+
 _CUDA_WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS takes up to 32 MiB (Hopper) for each thread that uses it, and backward has a thread of its own:
 https://docs.nvidia.com/cuda/cublas/#cublassetworkspace. It stands in for what cuDNN takes, until it is measured."""
@@ -103,7 +130,8 @@ def _inputs(shadow: Shadow, step: Step, batch: Any) -> dict[str, Any]:
     if shadow.device == "cpu":
         return {"batch": line}
     workspace = Line(float(_CUDA_WORKSPACE_BYTES), 0.0)
-    if any(isinstance(value, torch.Tensor) and value.device.type == shadow.device for value in leaves(batch)):
+    lies_there = any(isinstance(value, torch.Tensor) and value.device.type == shadow.device for value in leaves(batch))
+    if lies_there or step.accumulator.two_passes is not None:  # the loss gets all of it
         return {"batch": line, "workspace": workspace}
     return {"batch": Line(2 * line.fixed, 2 * line.per_sample), "batch_is_whole": False, "workspace": workspace}
 

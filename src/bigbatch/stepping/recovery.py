@@ -47,7 +47,9 @@ class Recovery:
         """
         retries, again = 0, False
         self._grow_back()
-        keeping = Keeping() if self._may_be_cut_smaller(batch) else None
+        # With a loss of the whole batch, what is finished belongs to the outputs of all.
+        may_keep = self._may_be_cut_smaller(batch) and self._step.accumulator.two_passes is None
+        keeping = Keeping() if may_keep else None
         while True:
             try:
                 result = self._attempt(batch, named, keeping)

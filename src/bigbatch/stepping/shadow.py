@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 
 from bigbatch.batch.logical import LogicalBatch
-from bigbatch.batch.resizing import micro_batch_of
+from bigbatch.batch.resizing import cut_batch_of, micro_batch_of
 from bigbatch.batch.structure import is_array, leaves
 from bigbatch.errors import RecomputeError, TraceError
 from bigbatch.memory.events import Event
@@ -136,14 +136,15 @@ class Shadow:
         step = self.step
         apply_quietly(plan, step.model)
         with cannot_be_traced(), _random_numbers_put_back():
-            micro_batches = [self._micro_batch(size) for size in sizes]
+            batch = self._logical_batch(sizes)
+            micro_batches = list(batch.micro_batches)
             given = [value for micro_batch in micro_batches for value in leaves(micro_batch) if is_array(value)]
             given = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
             of_batch = {tensor.untyped_storage()._cdata for tensor in given}
             recorder = _Recorder(step.model, self._static | of_batch, price, block_bytes=_BLOCK_BYTES[self.device])
             known = [found for least, found in self.workspaces if least <= max(sizes)]
             recorder.workspaces = known[-1] if known else recorder.workspaces
-            recorder.track(step.model, *step.optimizers, step.options.ema, micro_batches)
+            recorder.track(step.model, *step.optimizers, step.options.ema, micro_batches, batch.whole)
             if gradients:
                 recorder.watch_gradients(step.named_parameters().values())
             try:
@@ -154,7 +155,7 @@ class Shadow:
                     self._host_of_card(),
                     recorded(step, recorder, closely=closely),
                 ):
-                    step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
+                    step.attempt(batch, None, step.named_parameters())
                     if isinstance(step.options.ema, nn.Module):
                         step.update_average()
             finally:
@@ -168,6 +169,15 @@ class Shadow:
     def _host_of_card(self) -> contextlib.AbstractContextManager[None]:
         """Where what a plan offloads goes; a CPU has no other memory."""
         return contextlib.nullcontext() if self.device == "cpu" else pretend_host(CountedHost())
+
+    def _logical_batch(self, sizes: Sequence[int]) -> LogicalBatch:
+        if self.step.accumulator.two_passes is None:
+            return LogicalBatch([self._micro_batch(size) for size in sizes])
+        if self._real_options.collate is not None:
+            return fake_copy(cut_batch_of(self._batch, sizes, self._real_options), self.mode)
+        batch = fake_copy(self._batch, self.mode)
+        with self.mode:
+            return cut_batch_of(batch, sizes, self._real_options)
 
     def _micro_batch(self, size: int) -> Any:
         if self._real_options.collate is not None:
@@ -198,7 +208,7 @@ def _fake_step(step: Step, mode: FakeTensorMode) -> Step:
     )
     with mode:
         # Its errors about arguments were raised by the original.
-        fake = type(step)(model, step.accumulator.loss_fn, fakes, **vars(options))
+        fake = type(step)(model, step.accumulator.given_loss_fn, fakes, **vars(options))
     if fake.optimizer_undo is not None:
         fake.optimizer_undo.may_give_up = False
     return fake

@@ -16,6 +16,7 @@ from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.trial import put_back_afterwards, step_with_zeros
+from bigbatch.stepping.whole_batch import whole_of
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 
@@ -183,34 +184,38 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
     accumulator = step.accumulator
     held = [step.model, *step.optimizers, step.options.ema]
     with put_back_afterwards(step), without_compiled_code(step.model):
-        micro_batches, all_of_them = _to_be_run(step, batch, micro_batch_size)
-        _make_optimizer_state(step, micro_batches)
+        given, all_of_them = _to_be_run(step, batch, micro_batch_size)
+        _make_optimizer_state(step, given)
         _update_average(step)  # the first update only copies
         if accumulator.device.type == "cpu":
-            held += [batch.micro_batches if isinstance(batch, LogicalBatch) else batch, all_of_them]
+            held += [batch.micro_batches if isinstance(batch, LogicalBatch) else batch, all_of_them, given.whole]
         with count_peak_bytes(accumulator.device, track=held) as meter:
-            result = step.attempt(LogicalBatch(micro_batches), None, step.named_parameters())
+            result = step.attempt(given, None, step.named_parameters())
             if result.skipped:  # the optimizer did not run, but its temporaries belong to a steady step
                 step_with_zeros(step)
             _update_average(step)
     return meter.peak_bytes
 
 
-def _to_be_run(step: Step, batch: Any, micro_batch_size: int | None) -> tuple[list[Any], list[Any]]:
-    """The micro-batches that are run, and all of them."""
+def _to_be_run(step: Step, batch: Any, micro_batch_size: int | None) -> tuple[LogicalBatch, list[Any]]:
+    """The micro-batches that are run, and all of them. A loss of the whole batch needs all."""
     if isinstance(batch, LogicalBatch) and not isinstance(batch.micro_batches, Sequence):
         raise OptionError("A LogicalBatch of an iterator is used up by measuring it. Measure one made of a list.")
     pieces = list(step.accumulator.cut(batch, micro_batch_size).pieces)
+    all_of_them = [piece.micro_batch for piece in pieces]
+    if step.accumulator.two_passes is not None:
+        return LogicalBatch(all_of_them, whole=whole_of(batch, pieces, step.options)), all_of_them
     # One without weight is not backpropagated, and needs less.
     counting = [piece.micro_batch for piece in pieces if any(piece.weights.values())]
     rest = sorted(counting[1:], key=_num_bytes, reverse=True)
-    return counting[:1] + rest[:1], [piece.micro_batch for piece in pieces]
+    return LogicalBatch(counting[:1] + rest[:1]), all_of_them
 
 
-def _make_optimizer_state(step: Step, micro_batches: list[Any]) -> None:
+def _make_optimizer_state(step: Step, given: LogicalBatch) -> None:
     if all(optimizer.state for optimizer in step.optimizers):
         return
-    if step.attempt(LogicalBatch(micro_batches[:1]), None, step.named_parameters()).skipped:
+    first = next(iter(given.micro_batches))
+    if step.attempt(LogicalBatch([first]), None, step.named_parameters()).skipped:
         step_with_zeros(step)
     step.clear()
 

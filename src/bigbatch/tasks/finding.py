@@ -17,6 +17,7 @@ from bigbatch.errors import BigBatchError, TaskError
 from bigbatch.training.task import Task
 
 BUILT_IN = {
+    "contrastive": "bigbatch.tasks.contrastive",
     "digits": "bigbatch.tasks.digits",
     "resnet50": "bigbatch.tasks.resnet50",
     "text": "bigbatch.tasks.text",

@@ -11,6 +11,8 @@ from torch import nn
 from bigbatch.batch.structure import leaves
 from bigbatch.memory.naming import unwrapped
 from bigbatch.stepping import batchnorm
+from bigbatch.stepping.losses import Sum
+from bigbatch.stepping.outputs import joined_leaves, opened, shown
 from bigbatch.units import format_names
 from bigbatch.verification.adding_up import Parts, candidates, parts_of
 from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, relative_differences
@@ -82,6 +84,8 @@ def terms_that_do_not_add_up(
         batch_norm: The policy to run with.
     """
     tolerance = 100 * MAX_DIFFERENCE[comparison.dtype]
+    if runs.is_of_whole_batch:
+        return [_outputs_that_depend_on_the_cut(runs, cuts[0], tolerance, batch_norm)]
     for size in dict.fromkeys([*_in_two(runs), *cuts]):
         if runs.num_entries * -(-runs.num_samples // size) > _MOST_ENTRIES:
             continue
@@ -121,16 +125,53 @@ def _reason(runs: Runs, size: int, name: str, part: Parts, alone: bool, batch_no
     weights = part.solved()
     if weights is not None or not part.can_be_solved:
         return _over_something_else(runs, shown, part, weights)
-    layer = first_layer_across_samples(runs, part, batch_norm)
+    layer = first_layer_across_samples(runs, part.pieces[0].micro_batch, part.tolerance, batch_norm)
     if layer is not None:
-        return (
-            f"The model couples samples: {layer} gives a sample other outputs when it comes in another micro-batch. "
-            f"Such a model cannot be cut in this version: {_at_once(runs)}."
-        )
+        return _coupled_by(runs, layer)
     return (
         f"{shown} couples samples: it compares or pools them (contrastive, pairwise, Dice, a root of a mean), so no "
-        f"weights of the micro-batches make it up. Such a loss cannot be cut in this version: {_at_once(runs)}. If it "
-        f"adds up means over different things, return them by name in a dict, each with its weight."
+        f"weights of the micro-batches make it up: give {_WHOLE_BATCH_LOSS}. If it adds up means over different "
+        f"things, return them by name in a dict, each with its weight."
+    )
+
+
+_WHOLE_BATCH_LOSS = (
+    "loss_fn=bb.WholeBatchLoss(forward, loss), where forward(model, micro_batch) returns what the loss looks at and "
+    "loss(outputs, batch) sees that of all samples (docs/whole-batch.md)"
+)
+
+
+def _coupled_by(runs: Runs, layer: str) -> str:
+    return (
+        f"The model couples samples: {layer} gives a sample other outputs when it comes in another micro-batch. "
+        f"Such a model cannot be cut: {_at_once(runs)}."
+    )
+
+
+def _outputs_that_depend_on_the_cut(runs: Runs, size: int, tolerance: float, batch_norm: str | None) -> str:
+    """Why a ``WholeBatchLoss`` is not that of the whole batch."""
+    pieces = runs.pieces(size, runs.options.weight)
+    layer = first_layer_across_samples(runs, pieces[0].micro_batch, tolerance, batch_norm)
+    if layer is not None:
+        return _coupled_by(runs, layer)
+    together = runs.outputs(batch_norm=batch_norm)
+    added = joined_leaves([runs.outputs(piece.micro_batch, batch_norm=batch_norm) for piece in pieces])
+    for (path, whole), leaf in zip(together, added, strict=True):
+        tensor = opened(whole)
+        if isinstance(tensor, torch.Tensor) and relative_differences({"": leaf}, {"": tensor})[""] > tolerance:
+            if isinstance(whole, Sum):
+                return (
+                    f"{shown(path)} of forward is a bb.Sum, but those of the micro-batches do not add up to that of "
+                    f"the whole batch: return a plain sum, and no mean, maximum or root."
+                )
+            return (
+                f"{shown(path)} of forward has rows that depend on the samples beside them: let forward do what is "
+                f"done sample by sample, and loss what looks across samples."
+            )
+    return (
+        "The outputs of forward are the same in any cut, but their gradients are not: something in forward is not the "
+        "same when it runs a second time (a counter, a cache, a generator of its own), or has a backward of its own "
+        "that looks across samples."
     )
 
 
@@ -139,7 +180,7 @@ def _over_something_else(runs: Runs, shown: str, part: Parts, weights: list[floa
         return (
             f"{shown} is no mean over samples or tokens, and no sum, but {_declared(runs, part)}; the model has too "
             f"few parameters to tell more. Return bb.Ratio(numerator, denominator) if it is a mean over something "
-            f"else; if it compares or pools samples, {_at_once(runs)}."
+            f"else; if it compares or pools samples, give {_WHOLE_BATCH_LOSS}."
         )
     sizes = f"of {', '.join(str(piece.num_samples) for piece in part.pieces)} samples " if runs.num_samples else ""
     counts = ", ".join(f"{weight:.3g}" for weight in weights)
@@ -191,17 +232,17 @@ def _layers(names: list[str]) -> str:
     return f"the layer{'s' if len(names) > 1 else ''} {format_names(names, most=6)}"
 
 
-def first_layer_across_samples(runs: Runs, part: Parts, batch_norm: str | None) -> str | None:
+def first_layer_across_samples(runs: Runs, first: Any, tolerance: float, batch_norm: str | None) -> str | None:
     """The first layer whose output for the samples of the first micro-batch depends on the samples beside them."""
     model = unwrapped(runs.model)
     alone: list[tuple[str, torch.Tensor]] = []
     with _Listening(model, lambda name, output: alone.append((name, output.clone()))):
-        runs.forward(part.pieces[0].micro_batch, batch_norm=batch_norm)
+        runs.forward(first, batch_norm=batch_norm)
     expected, different = iter(alone), []
 
     def compare(name: str, output: torch.Tensor) -> None:
         found = next(expected, None)
-        if found is not None and found[0] == name and _differ(found[1], output, part.tolerance):
+        if found is not None and found[0] == name and _differ(found[1], output, tolerance):
             different.append(name)
 
     with _Listening(model, compare):

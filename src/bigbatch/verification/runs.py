@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,10 @@ from bigbatch.stepping import batchnorm
 from bigbatch.stepping.accumulating import accumulate
 from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.losses import Term, plain_loss, terms_of, value_of
+from bigbatch.stepping.outputs import named_leaves
 from bigbatch.stepping.per_sample_dropout import NativeDropout, PerSampleDropout, same_masks
 from bigbatch.stepping.undo import Generators, Undo
+from bigbatch.stepping.whole_batch import WholeBatchLoss
 from bigbatch.values import AFTER_THE_GRADIENT, DropoutPolicy, StepOptions
 from bigbatch.verification.widening import Widened, switch_dropout_off, switch_recompute_off, wide_batch, widened
 
@@ -71,7 +73,7 @@ class Runs:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Any,
         batch: Any,
         options: StepOptions,
         dtype: torch.dtype,
@@ -205,10 +207,22 @@ class Runs:
         """Of a gradient as ``terms`` gives it."""
         return sum(min(p.numel(), _MOST_OF_A_PARAMETER) for p in self._named.values())
 
+    @property
+    def is_of_whole_batch(self) -> bool:
+        """Whether the loss is a ``WholeBatchLoss``."""
+        return isinstance(self._loss_fn, WholeBatchLoss)
+
+    def outputs(self, micro_batch: Any = None, *, batch_norm: str | None = None) -> list[tuple[str, Any]]:
+        """Path and leaf of what the forward of a ``WholeBatchLoss`` returns for a micro-batch, without a graph."""
+        with self._running(batch_norm or self.options.batch_norm), torch.no_grad():
+            returned = self._loss_fn.forward(self.model, self._whole_batch() if micro_batch is None else micro_batch)
+            return list(named_leaves(returned))
+
     def forward(self, micro_batch: Any = None, *, batch_norm: str | None = None) -> None:
         """Only the forward, without a graph, for those who listen to the layers of the copy."""
         with self._running(batch_norm or self.options.batch_norm), torch.no_grad():
-            self._loss_fn(self.model, self._whole_batch() if micro_batch is None else micro_batch)
+            whole = self._whole_batch() if micro_batch is None else micro_batch
+            (self._loss_fn.forward if self.is_of_whole_batch else self._loss_fn)(self.model, whole)
 
 
 def _options_of_the_gradient(options: StepOptions, dtype: torch.dtype, dropout: DropoutPolicy) -> StepOptions:

@@ -1,0 +1,113 @@
+"""What the second forward of a loss of the whole batch costs: seconds and bytes beside the big batch at once.
+
+    python benchmarks/whole_batch.py [--rounds 9] [--batch-size 256] [--json]
+
+An encoder with dropout embeds two views of each sample, and InfoNCE compares all of them. Contenders take turns in one
+process on one thread; a ratio is that of the least times, and the processor time of the process is what is counted.
+Bytes are those of all tensors that are alive beside parameters and batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bigbatch as bb
+from bigbatch.memory.measure import count_peak_bytes
+
+WIDTH, NUM_TOKENS, NUM_BLOCKS = 128, 16, 4
+
+
+class Encoder(nn.Module):
+    """A small transformer, pooled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True) for _ in range(NUM_BLOCKS)
+        )
+        self.log_scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1)
+
+
+def forward(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return model(batch[0]), model(batch[1])
+
+
+def plain(model: Any, a: Tensor, b: Tensor) -> Tensor:
+    logits = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T * model.log_scale.exp()
+    target = torch.arange(len(a))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def contenders(model: Encoder, batch: tuple[Tensor, Tensor], sizes: list[int]) -> dict[str, Callable[[], Any]]:
+    """Each makes the gradients of one step; the first is the big batch at once."""
+    of_all = bb.WholeBatchLoss(forward, lambda z, _: bb.info_nce(*z, scale=model.log_scale.exp()))
+    everything = tuple(f"blocks.{i}" for i in range(NUM_BLOCKS))
+    found: dict[str, Callable[[], Any]] = {
+        "by hand, at once": lambda: plain(model, *forward(model, batch)).backward(),
+        "by hand, again": lambda: plain(model, *forward(model, batch)).backward(),
+    }
+    for size in [len(batch[0]), *sizes]:
+        found[f"WholeBatchLoss, {size}"] = lambda size=size: bb.accumulate(model, of_all, batch, micro_batch_size=size)
+
+    def recomputed() -> None:
+        with bb.apply(bb.Plan(micro_batch_size=len(batch[0]), recompute=everything), model):
+            bb.accumulate(model, of_all, batch)
+
+    def naive() -> None:
+        size = sizes[0]
+        for a, b in zip(batch[0].split(size), batch[1].split(size), strict=True):
+            (plain(model, *forward(model, (a, b))) * (len(a) / len(batch[0]))).backward()
+
+    return {**found, "at once, all blocks recomputed": recomputed, f"plain accumulation, {sizes[0]} (wrong)": naive}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--json", action="store_true")
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, n = Encoder(), wanted.batch_size
+    x = torch.randn(n, NUM_TOKENS, WIDTH)
+    batch = x, x + 0.5 * torch.randn_like(x)
+    runs = contenders(model, batch, [n // 2, n // 4, n // 16])
+    rows: dict[str, dict[str, float]] = {}
+    for name, run in runs.items():
+        with count_peak_bytes(torch.device("cpu"), track=[]) as meter:
+            run()
+        rows[name] = {"bytes": meter.peak_bytes, "seconds": float("inf")}
+        model.zero_grad()
+    for _ in range(wanted.rounds):
+        for name, run in runs.items():
+            began = time.process_time()
+            run()
+            rows[name]["seconds"] = min(rows[name]["seconds"], time.process_time() - began)
+            model.zero_grad()
+    first = next(iter(rows.values()))
+    for row in rows.values():
+        row["times"], row["of_bytes"] = row["seconds"] / first["seconds"], row["bytes"] / first["bytes"]
+    if wanted.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(f"{'':36}{'seconds':>9}{'times':>7}{'MiB':>8}{'share':>7}")
+    for name, row in rows.items():
+        print(f"{name:36}{row['seconds']:9.3f}{row['times']:7.2f}{row['bytes'] / 2**20:8.1f}{row['of_bytes']:7.2f}")
+
+
+if __name__ == "__main__":
+    main()

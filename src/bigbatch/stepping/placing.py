@@ -1,0 +1,22 @@
+"""Where in a batch an error came from."""
+
+from __future__ import annotations
+
+from bigbatch.batch.logical import Pieces
+from bigbatch.batch.sizes import smallest_without_single
+from bigbatch.errors import BatchError
+
+
+def say_where(error: Exception, sizes: list[int], pieces: Pieces) -> None:
+    """Add the micro-batch that an error came from to it."""
+    first, size = sum(sizes[:-1]), sizes[-1]
+    place = f"micro-batch {len(sizes)}{f' of {pieces.count}' if pieces.count else ''}"
+    place += f", samples {first} to {first + size - 1}" if size else ""
+    if isinstance(error, ValueError) and "Expected more than 1 value per channel" in str(error):
+        several = pieces.num_samples > 1
+        needed = f"micro_batch_size of at least {smallest_without_single(pieces.num_samples)}"
+        raise BatchError(
+            f"A BatchNorm layer got one value per channel, which has no variance ({place}). Give a "
+            f'{needed if several else "batch of at least 2 samples"}, or batch_norm="frozen". Torch says: {error}'
+        ) from error
+    error.add_note(f"In {place}.")
