@@ -1,14 +1,66 @@
-"""The saved state of a step, and what can be wrong with one."""
+"""The saved state of a step: made, checked and loaded."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import TYPE_CHECKING, Any
 
 from bigbatch.errors import OptionError
+from bigbatch.memory.recompute import apply
 from bigbatch.values import Plan, check_positive
+
+if TYPE_CHECKING:
+    from bigbatch.stepping.step import Step
 
 STATE_VERSION = 3
 COUNTS = ("num_steps", "num_skipped", "num_skipped_in_a_row")
+
+
+def state_of(step: Step) -> dict[str, Any]:
+    """What a run needs to go on; see ``Step.state_dict``."""
+    scaler, ema = step.accumulator.precision.scaler, step.options.ema
+    return {
+        "version": STATE_VERSION,
+        "num_steps": step.num_steps,
+        "num_skipped": step.num_skipped,
+        "num_skipped_in_a_row": step.num_skipped_in_a_row,
+        "micro_batch_size": step.micro_batch_size,
+        "plan": None if step.plan is None else step.plan.to_json(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "ema": ema.state_dict() if hasattr(ema, "state_dict") else None,
+        "dropout_seed": step.accumulator.dropout.seed,
+        "noise_scale": step.noise_scale.state_dict(),
+    }
+
+
+def load_state(step: Step, state: dict[str, Any]) -> None:
+    """Go on from what ``state_of`` gave.
+
+    Raises:
+        OptionError: It is the state of something else, or of a step with other options. Nothing was loaded.
+    """
+    plan = check_state(state, state_of(step))
+    before = copy.deepcopy(state_of(step))
+    try:
+        _load_ema_and_scaler(step, state)
+    except Exception as error:
+        _load_ema_and_scaler(step, before)
+        raise OptionError(f"The ema or the scaler cannot be loaded: {error}. Nothing was loaded.") from error
+    for name in COUNTS:
+        setattr(step, name, state[name])
+    step.accumulator.dropout.seed = state["dropout_seed"]
+    step.noise_scale.load_state_dict(state["noise_scale"])
+    if step.plan is None or step.budget_bytes is not None:  # one that was given by hand stays
+        step.micro_batch_size, step.plan = state["micro_batch_size"], plan
+        if plan is not None:
+            apply(plan, step.model)
+
+
+def _load_ema_and_scaler(step: Step, state: dict[str, Any]) -> None:
+    if state["ema"] is not None:
+        step.options.ema.load_state_dict(state["ema"])
+    if step.accumulator.precision.scaler is not None:
+        step.accumulator.precision.scaler.load_state_dict(state["scaler"])
 
 
 def check_state(state: Any, wanted: dict[str, Any]) -> Plan | None:

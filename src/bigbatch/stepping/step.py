@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +19,13 @@ from bigbatch.stepping.checks import check_no_gradients, optimizers_of, paramete
 from bigbatch.stepping.exactness import WHY_NOT_EXACT
 from bigbatch.stepping.gradients import accumulation_dtype_of, clear_gradients
 from bigbatch.stepping.insisting import insist
+from bigbatch.stepping.judging import judged
 from bigbatch.stepping.noise_scale import NoiseScale
-from bigbatch.stepping.norms import clip, overflow_free_norm, total_norm
+from bigbatch.stepping.norms import clip, total_norm
 from bigbatch.stepping.optimizer_undo import OptimizerUndo
 from bigbatch.stepping.precision import forget_unscaled
 from bigbatch.stepping.recovery import Recovery
-from bigbatch.stepping.state import COUNTS, STATE_VERSION, check_state
+from bigbatch.stepping.state import load_state, state_of
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, StepOptions, StepResult, check_positive
 
@@ -193,12 +192,12 @@ class Step:
         done.gradients.correct(done.shares.corrections())
         scaler = self.accumulator.precision.scaler
         if scaler is not None:
-            self._check_reached()
+            self.check_reached()
             for optimizer in self.optimizers:
                 scaler.unscale_(optimizer)
-        gradients = self._check_reached()
+        gradients = self.check_reached()
         norm = total_norm(gradients, self.accumulator.device)
-        norm, finite = self._judge(norm, done.loss, done)
+        norm, finite = judged(self, norm, done)
         asked = self.options.max_grad_norm is not None or self.options.grad_norm
         # All that may need memory comes before the optimizer, which is hard to undo.
         noise_scale = self.noise_scale.measure(done, norm) if finite else None
@@ -236,7 +235,7 @@ class Step:
             if undo is not None:
                 undo.let_go()
 
-    def _check_reached(self) -> list[torch.Tensor]:
+    def check_reached(self) -> list[torch.Tensor]:
         """Gradients that the optimizers will see."""
         found = [p.grad for p in parameters_of(self.optimizers) if p.grad is not None]
         if not found:
@@ -245,25 +244,6 @@ class Step:
                 "gets, after anything that replaces them: torch.optim.AdamW(model.parameters())."
             )
         return found
-
-    def _judge(self, norm: torch.Tensor, loss: torch.Tensor, done: Accumulation) -> tuple[torch.Tensor, bool]:
-        """The norm, and whether the step may go on. The one read of the device in a step is here."""
-        scaled = self.accumulator.precision.scaler is not None
-        if math.isfinite(float(norm if scaled else norm + loss.to(norm.device))):
-            return norm, True
-        done.shares.check_denominators()
-        of_optimizers = {id(p) for p in parameters_of(self.optimizers)}
-        names = done.non_finite({name: p for name, p in self.named_parameters().items() if id(p) in of_optimizers})
-        if not names:  # every entry is finite, but the sum of their squares is not
-            return overflow_free_norm(self._check_reached(), norm.device), True
-        if not scaled and self.options.on_non_finite == "raise":
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise NonFiniteError(
-                f"Not finite: {', '.join(names[:4])}{more}. Nothing was moved. Look for a bad sample or a "
-                'learning rate that is too high; on_non_finite="skip" drops such steps.',
-                tuple(names),
-            )
-        return norm, False
 
     def _fill_missing(self) -> None:
         if self.options.zero_missing_gradients:
@@ -337,19 +317,7 @@ class Step:
 
         Model, optimizers and schedulers have states of their own.
         """
-        scaler, ema = self.accumulator.precision.scaler, self.options.ema
-        return {
-            "version": STATE_VERSION,
-            "num_steps": self.num_steps,
-            "num_skipped": self.num_skipped,
-            "num_skipped_in_a_row": self.num_skipped_in_a_row,
-            "micro_batch_size": self.micro_batch_size,
-            "plan": None if self.plan is None else self.plan.to_json(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "ema": ema.state_dict() if hasattr(ema, "state_dict") else None,
-            "dropout_seed": self.accumulator.dropout.seed,
-            "noise_scale": self.noise_scale.state_dict(),
-        }
+        return state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` gave.
@@ -357,27 +325,7 @@ class Step:
         Raises:
             OptionError: It is the state of something else, or of a step with other options. Nothing was loaded.
         """
-        plan = check_state(state, self.state_dict())
-        before = copy.deepcopy(self.state_dict())
-        try:
-            self._load_ema_and_scaler(state)
-        except Exception as error:
-            self._load_ema_and_scaler(before)
-            raise OptionError(f"The ema or the scaler cannot be loaded: {error}. Nothing was loaded.") from error
-        for name in COUNTS:
-            setattr(self, name, state[name])
-        self.accumulator.dropout.seed = state["dropout_seed"]
-        self.noise_scale.load_state_dict(state["noise_scale"])
-        if self.plan is None or self.budget_bytes is not None:  # one that was given by hand stays
-            self.micro_batch_size, self.plan = state["micro_batch_size"], plan
-            if plan is not None:
-                apply(plan, self.model)
-
-    def _load_ema_and_scaler(self, state: dict[str, Any]) -> None:
-        if state["ema"] is not None:
-            self.options.ema.load_state_dict(state["ema"])
-        if self.accumulator.precision.scaler is not None:
-            self.accumulator.precision.scaler.load_state_dict(state["scaler"])
+        load_state(self, state)
 
 
 def _with_plan(
