@@ -30,6 +30,10 @@ class BatchError(BigBatchError, ValueError):
     """The batch cannot be cut or weighed; the message names paths and lengths."""
 
 
+class EmptyBatchError(BatchError):
+    """The batch has no samples. On one of several ranks that is no error: the rank takes part with weight 0."""
+
+
 class LossError(BigBatchError, ValueError):
     """The loss function returned something that is not a loss, or weights that do not add up."""
 
@@ -85,7 +89,19 @@ class TraceError(BigBatchError, RuntimeError):
 
 
 class DistributedError(BigBatchError, RuntimeError):
-    """The process group is in a state that a step cannot run in."""
+    """The process group is in a state that a step cannot run in, or another rank has failed.
+
+    Attributes:
+        rank: The first rank that has failed, when one has.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None):
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankMemoryError(DistributedError, MemoryError):
+    """Memory ran out on another rank; all ranks undid the step."""
 
 
 class TaskError(BigBatchError, ValueError):

@@ -213,6 +213,10 @@ class StepOptions:
             micro-batches, in the end with modules recomputed, and that is remembered; ``"raise"``: it is undone and
             the error is raised, except for what an optimizer has moved when memory runs out inside it.
         grow_after: After so many steps without running out, the size before is tried again; None: never.
+        reduce: When gradients are summed over ranks. ``"after"``: once all ranks have run all of their micro-batches,
+            so that they can undo the step together; ``"overlap"``: inside the last backward, which hides the time it
+            takes, and a failure there ends the run; ``"each"``: FSDP2 sums after each micro-batch, which keeps no
+            gradients of whole modules. FSDP2 takes ``"after"`` as ``"overlap"``.
         collate: The batch is a list of samples; this makes a micro-batch of some of them.
         split: ``split(batch, micro_batch_size)`` returns the micro-batches of a batch that we cannot cut.
         batch_dims: By dotted path: the dimension of the samples, or None for what is shared by all of them.
@@ -233,6 +237,7 @@ class StepOptions:
     max_skipped: int = 10
     on_out_of_memory: Literal["shrink", "raise"] = "shrink"
     grow_after: int | None = None
+    reduce: Literal["after", "overlap", "each"] = "after"
     collate: Callable[[list[Any]], Any] | None = None
     split: Callable[[Any, int], Any] | None = None
     batch_dims: Mapping[str, int | None] | None = None
@@ -241,6 +246,7 @@ class StepOptions:
         _check_choice("batch_norm", self.batch_norm, ("merge", "frozen", "native"))
         _check_choice("dropout", self.dropout, ("native", "per-sample"))
         _check_choice("on_non_finite", self.on_non_finite, ("raise", "skip"))
+        _check_choice("reduce", self.reduce, ("after", "overlap", "each"))
         _check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
         check_positive("max_skipped", self.max_skipped)
         if self.grow_after is not None:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.batch.structure import UNSET, beside, children, hides_arrays, is_array, joined, rebuilt
-from bigbatch.errors import BatchError
+from bigbatch.errors import BatchError, EmptyBatchError
 
 _NOT_DECLARED = object()
 
@@ -198,7 +198,9 @@ class _Survey:
             raise BatchError(self._disagreement(lengths))
         num_samples = next(iter(lengths.values()))
         if num_samples == 0:
-            raise BatchError(f"The batch is empty: {_named(lengths)} have length 0 in the dimension of the samples.")
+            raise EmptyBatchError(
+                f"The batch is empty: {_named(lengths)} have length 0 in the dimension of the samples."
+            )
         return num_samples
 
     def _disagreement(self, lengths: dict[str, int]) -> str:

@@ -11,7 +11,7 @@ import torch
 from bigbatch.batch.cutting import lay_out
 from bigbatch.batch.sizes import micro_batch_sizes, spans
 from bigbatch.batch.weighing import Weigher, Weights, checked_weight, for_term
-from bigbatch.errors import ArgumentError, BatchError, LossError
+from bigbatch.errors import ArgumentError, BatchError, EmptyBatchError, LossError
 from bigbatch.values import StepOptions
 
 _NO_LISTS = (torch.Tensor, str, bytes, Mapping)
@@ -57,11 +57,32 @@ class Piece(NamedTuple):
         micro_batch: What ``loss_fn`` gets.
         num_samples: Its length; 0 when only its loss knows.
         weights: By term of the loss.
+        idle: It counts nothing, and runs only because other ranks have one more.
     """
 
     micro_batch: Any
     num_samples: int
     weights: Weights
+    idle: bool = False
+
+
+class Part(NamedTuple):
+    """What a process has to do with the whole batch, when several ranks make one step of it.
+
+    Attributes:
+        num_micro_batches: Over all ranks; None when only the end of the iterator tells.
+        num_samples: Over all ranks; 0 when that is not known before the end.
+        has_constants: Whether terms that count once in a step count here.
+        scale: What a loss is multiplied by, because what sums the gradients over the ranks divides by as much.
+        summed_inside: Gradients are summed over ranks inside backward. Then every micro-batch needs a backward, and
+            what is corrected afterwards must be divided by the same number on all ranks before.
+    """
+
+    num_micro_batches: int | None
+    num_samples: int
+    has_constants: bool = True
+    scale: float = 1.0
+    summed_inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,11 +93,18 @@ class Pieces:
         pieces: Weighed micro-batches; may be read only once.
         count: How many there are; None when only the end of the iterator tells.
         totals: Weight of the whole batch by term; None when it is not known before the end.
+        over_ranks: What they are of the batch, when other ranks have the rest.
     """
 
     pieces: Iterable[Piece]
     count: int | None
     totals: Weights | None
+    over_ranks: Part | None = None
+
+    @property
+    def part(self) -> Part:
+        """What these micro-batches are of the whole batch: all of it, unless other ranks have some too."""
+        return self.over_ranks or Part(self.count, self.num_samples)
 
     @property
     def num_samples(self) -> int:
@@ -138,7 +166,7 @@ def _check_list_of_samples(batch: Any) -> None:
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
         raise BatchError(f"With collate= a batch is a list of samples, but this is a {type(batch).__name__}.")
     if not batch:
-        raise BatchError("The batch is empty: a list of 0 samples.")
+        raise EmptyBatchError("The batch is empty: a list of 0 samples.")
 
 
 def num_samples_of(batch: Any, options: StepOptions) -> int:
@@ -173,7 +201,7 @@ def _of_logical(batch: LogicalBatch, options: StepOptions, weigher: Weigher) -> 
     if not isinstance(batch.micro_batches, Sequence):
         return Pieces(_weighed_as_they_come(batch, options, weigher), None, given)
     if not batch.micro_batches:
-        raise BatchError("The batch is empty: a LogicalBatch of 0 micro-batches.")
+        raise EmptyBatchError("The batch is empty: a LogicalBatch of 0 micro-batches.")
     parts = [(micro_batch, _num_samples(micro_batch, options, weigher)) for micro_batch in batch.micro_batches]
     weights = weigher.weigh(parts)
     check_adds_up(weights, given)
@@ -187,7 +215,7 @@ def _weighed_as_they_come(batch: LogicalBatch, options: StepOptions, weigher: We
         so_far += weigher.weigh([(micro_batch, num_samples)])
         yield Piece(micro_batch, num_samples, so_far[-1])
     if not so_far:
-        raise BatchError("The batch is empty: a LogicalBatch of 0 micro-batches.")
+        raise EmptyBatchError("The batch is empty: a LogicalBatch of 0 micro-batches.")
     check_adds_up(so_far, batch.total_weights)
 
 

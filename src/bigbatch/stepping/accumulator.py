@@ -15,10 +15,10 @@ from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, p
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.structure import is_array, leaves
 from bigbatch.batch.weighing import Weigher, for_term, has_ignored_labels
-from bigbatch.errors import BatchError, LossError, warn
+from bigbatch.errors import BatchError, DistributedError, LossError, warn
 from bigbatch.stepping import batchnorm
-from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
-from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
+from bigbatch.stepping.checks import check_loss_fn, check_model
+from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of, dense
 from bigbatch.stepping.hooks import HookWatch
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
@@ -26,6 +26,9 @@ from bigbatch.stepping.losses import terms_of
 from bigbatch.stepping.per_sample_dropout import NativeDropout, PerSampleDropout
 from bigbatch.stepping.placing import say_where
 from bigbatch.stepping.precision import Precision
+from bigbatch.stepping.ranks import Ranks
+from bigbatch.stepping.reducing import Reducer
+from bigbatch.stepping.settling import num_told, settle
 from bigbatch.stepping.shares import Share, Shares
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.stepping.whole_batch import TwoPasses, WholeBatchLoss
@@ -83,7 +86,8 @@ class Accumulation:
             for name, values in self.shares.micro_batch_losses().items()
             for k, value in enumerate(values)
         ]
-        gradients = [(f"the gradient of {name}", p.grad) for name, p in named.items() if p.grad is not None]
+        found = [(name, p.grad) for name, p in named.items() if p.grad is not None]
+        gradients = [(f"the gradient of {name}", numbers) for (name, g) in found for numbers in dense([g])]
         return [name for name, tensor in [*terms, *gradients] if not bool(torch.isfinite(tensor).all())]
 
 
@@ -161,6 +165,7 @@ class Accumulator:
             return
         self._modules = modules
         self.dropout.look_at(self.model)
+        self.ranks = Ranks(Reducer(modules, self.options.reduce))
         self._batch_norms = batchnorm.layers_of(self.model)
         statistics = batchnorm.MergedStatistics(self.model)
         self._statistics = statistics if self.options.batch_norm == "merge" and statistics.buffers() else None
@@ -184,6 +189,7 @@ class Accumulator:
         named_parameters: dict[str, torch.Tensor],
         *,
         only_these: bool = False,
+        check: Callable[[], None] | None = None,
     ) -> Accumulation:
         """Forward and backward of every micro-batch. If it fails, all is as before; ``keeping`` may have a part.
 
@@ -192,15 +198,18 @@ class Accumulator:
             micro_batch_size: Samples in a micro-batch, at most; None: the whole batch at once.
             named_parameters: Those that may get a gradient.
             only_these: Compute no other gradients.
+            check: Raises when a step must not begin.
         """
-        check_one_process()
         self._look_at_modules()  # a model may be moved, or get other layers, between two steps
-        pieces = self._pieces_or_nothing(batch, micro_batch_size)
+        self.ranks.reducer.check_parameters(named_parameters, only_these=only_these)
+        pieces = self._pieces_or_nothing(batch, micro_batch_size, check)
         self._generators = Generators(self.device) if self._draws_anywhere else self._undo.rng
         parameters = list(named_parameters.values())
         gradients = Gradients(parameters, self._accumulation_dtype, self._coefficients, only_these=only_these)
         done = Accumulation(gradients, Shares(pieces))
         watch = None
+        self.ranks.num_told = num_told(len(parameters))
+        self.ranks.reducer.begin()
         try:
             watch = HookWatch(named_parameters, self._modules, self._trusted_hooks)
             if self._statistics:
@@ -217,11 +226,16 @@ class Accumulator:
                 insist(watch.undo)
                 if self.keeping is not None:
                     self.keeping.keep(done, error, partial(self._left_no_trace, done, watch))
+            insist(self.ranks.reducer.abandon)
             insist(lambda: self.abandon(done))
+            if isinstance(error, Exception):
+                self.ranks.fail(error)
             raise
         finally:
             if watch is not None:
                 watch.stop()
+            self.ranks.reducer.end()
+        self._settle(done)
         if only_these and all(p.grad is None for p in parameters):
             self.abandon(done)
             raise LossError(
@@ -240,27 +254,46 @@ class Accumulator:
         watch.check()
         return not self._undo.is_needed()
 
-    def _pieces_or_nothing(self, batch: Any, micro_batch_size: int | None) -> Pieces:
+    def _pieces_or_nothing(self, batch: Any, size: int | None, check: Callable[[], None] | None) -> Pieces:
         self._undo.take(self.device, everywhere=self._draws_anywhere)
         try:
-            pieces = self.cut(batch, micro_batch_size)
-            self.check_size(pieces.num_samples)
+            pieces = self.ranks.cut(lambda: self._own_pieces(batch, size, check), list(self._weigher.by_term))
+            self.check_size(pieces.part.num_samples)
             _check_something_counts(pieces)
-            self._check_weights_add_up(batch, pieces)
         except BaseException:
             self._undo.restore()  # a collate of the user's draws random numbers
             raise
         return pieces
 
+    def _own_pieces(self, batch: Any, micro_batch_size: int | None, check: Callable[[], None] | None) -> Pieces:
+        if check is not None:
+            check()
+        pieces = self.cut(batch, micro_batch_size)
+        self._check_weights_add_up(batch, pieces)
+        return pieces
+
+    def _settle(self, done: Accumulation) -> None:
+        """Once all ranks have run all of their micro-batches."""
+        if not self.ranks.are_several:
+            return
+        try:
+            settle(self.ranks, done, self._undo, self._statistics)
+        except BaseException as error:
+            insist(lambda: self.abandon(done))
+            if isinstance(error, Exception) and not isinstance(error, DistributedError | LossError):
+                raise self.ranks.left(error) from error  # alone, when all had agreed to go on
+            raise
+
     def _loop(self, batch: Any, pieces: Pieces, done: Accumulation, watch: HookWatch) -> None:
         scaler = self.precision.scaler
-        reached = bool(done.sizes)  # by an attempt before this one
+        reached, counts = bool(done.sizes), False  # by an attempt before this one
         frozen = batchnorm.frozen(self.model) if self.options.batch_norm == "frozen" else nullcontext()
         with frozen, self._prepared(batch, pieces) as pieces:
-            for piece in on_device(pieces.pieces, self.device):
-                done.sizes.append(piece.num_samples)
-                if self.on_micro_batch is not None:
-                    self.on_micro_batch(len(done.sizes), pieces.count)
+            last = len(pieces.pieces) if isinstance(pieces.pieces, list) else 0
+            for number, piece in enumerate(on_device(pieces.pieces, self.device), 1):
+                self.ranks.reducer.before_micro_batch(is_last=number == last)
+                if not piece.idle:
+                    self._begin_micro_batch(piece, pieces, done)
                 try:
                     shares = self._forward(piece, done.shares)
                     if shares:
@@ -270,16 +303,19 @@ class Accumulator:
                 except Exception as error:
                     say_where(error, done.sizes, pieces)
                     raise
-                if len(done.sizes) <= 2:
+                if number <= 2:
                     watch.check()
+                counts = counts or any(piece.weights.values())
                 if self.keeping is not None:
                     self.keeping.finished_one(done)
                 # Neither the graph nor the micro-batch may be there while the next one computes.
                 del shares, piece
         watch.check()
         self.check_size(sum(done.sizes))  # of an iterator it is only known now
-        if not reached:
+        # A rank whose micro-batches count nothing has nothing to reach; alone, it was refused or has no weight.
+        if not reached and (counts or not self.ranks.are_several):
             raise LossError(_NOTHING_NEEDS_A_GRADIENT)
+        self.ranks.reducer.check_reduced()
         self._finish(pieces, done)
         if self.keeping is not None:
             self.keeping.end()
@@ -289,22 +325,31 @@ class Accumulator:
             return nullcontext(pieces)
         return self.two_passes.prepared(self, batch, pieces, self._undo, self._statistics)
 
+    def _begin_micro_batch(self, piece: Piece, pieces: Pieces, done: Accumulation) -> None:
+        done.sizes.append(piece.num_samples)
+        if self.on_micro_batch is not None:
+            self.on_micro_batch(len(done.sizes), pieces.count)
+
     def _forward(self, piece: Piece, shares: Shares) -> list[Share]:
         """Loss of one micro-batch, as what of it is to be backpropagated."""
-        if not any(piece.weights.values()) and shares.only_means:
+        nothing_counts = piece.idle or (not any(piece.weights.values()) and shares.only_means)
+        if nothing_counts and not self.ranks.reducer.reduces_inside:
             # Nothing of it counts, but train-mode BatchNorm of the big batch would have seen it.
             if self.sees_batch_statistics:
                 with torch.no_grad():
                     self._call(piece)
             return []
-        found = shares.of(terms_of(self._call(piece)), piece)
+        terms = terms_of(self._call(piece))
+        found = shares.idle(terms, piece) if nothing_counts else shares.of(terms, piece)
+        if shares.num_backwards > 1:
+            self.ranks.reducer.check_one_backward()
         return [share for share in found if share.value.requires_grad]
 
     def _call(self, piece: Piece) -> Any:
         if self._statistics:
             self._statistics.before_forward(lambda: self._call_loss_fn(piece), lambda: _shape_of(piece))
         returned = self._call_loss_fn(piece)
-        if self._statistics:
+        if self._statistics and not piece.idle:
             self._statistics.after_forward()
         return returned
 
@@ -313,9 +358,10 @@ class Accumulator:
             return self.loss_fn(self.model, piece.micro_batch)
 
     def _finish(self, pieces: Pieces, done: Accumulation) -> None:
-        if len(done.sizes) > 1 and self.sees_batch_statistics:
+        several = (pieces.part.num_micro_batches or len(done.sizes)) > 1
+        if several and self.sees_batch_statistics:
             done.exactness = "approximate"
-        elif len(done.sizes) > 1 and self._generators.were_used():
+        elif several and self._generators.were_used():
             done.exactness = "same in distribution"
         if not self._backwards_were_told and done.shares.num_backwards > 1:
             self._backwards_were_told = True

@@ -104,7 +104,7 @@ class _Layer:
         else:
             self._merge(self.merged[call], count, mean, squares)
 
-    def _merge(self, into: _Merged, count: int, mean: torch.Tensor, squares: torch.Tensor) -> None:
+    def _merge(self, into: _Merged, count: float, mean: torch.Tensor, squares: torch.Tensor) -> None:
         total = into.count + count
         difference = mean - into.mean
         into.mean += difference * (count / total)
@@ -227,6 +227,33 @@ class MergedStatistics:
         for layer in self._layers.values():
             if layer.counts:
                 layer.read()
+
+    @property
+    def statistics(self) -> list[float]:
+        """What of this rank is merged with that of others: for each layer its calls, then the numbers of each call."""
+        numbers: list[float] = []
+        for layer in self._layers.values():
+            numbers.append(len(layer.merged))
+            for call in layer.merged:
+                both = torch.cat([call.mean.flatten(), call.squares.flatten()])
+                numbers += [call.count, *both.double().tolist()]
+        return numbers
+
+    def merge(self, rows: list[list[float]]) -> None:
+        """Take the statistics of all ranks, by rank, in the place of one's own; a row of zeros is that of no sample."""
+        sources = [iter(row) for row in rows]
+        for layer in self._layers.values():
+            like = layer.module.running_mean.to(at_least_float32(layer.module.running_mean.dtype))
+            layer.merged = []
+            for source in sources:
+                for call in range(int(next(source, 0.0))):
+                    count = next(source)
+                    numbers = like.new_tensor([next(source) for _ in range(2 * like.numel())])
+                    mean, squares = numbers.view(2, *like.shape)
+                    if call == len(layer.merged):
+                        layer.merged.append(_Merged(count, mean.clone(), squares.clone()))
+                    else:
+                        layer._merge(layer.merged[call], count, mean, squares)
 
     def commit(self) -> None:
         """Update the running statistics once for each call of a layer in the forward of the big batch."""

@@ -135,15 +135,15 @@ def _can_step_alone(scheduler: Any) -> bool:
 
 
 def check_one_process() -> None:
-    """Raise ``DistributedError`` in a process group of several ranks: each micro-batch would reduce gradients."""
+    """Raise ``DistributedError`` in a process group of several ranks."""
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     ):
         raise DistributedError(
-            f"The process group has {torch.distributed.get_world_size()} ranks, and a step does not reduce over ranks "
-            f"yet. Run one process."
+            f"The process group has {torch.distributed.get_world_size()} ranks, and a comparison with the big batch is "
+            f"made in one process. Run it without torchrun."
         )
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bigbatch.errors import BudgetError, TraceError
+from bigbatch.errors import BudgetError, EmptyBatchError, OptionError, TraceError
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.advice import with_advice
 from bigbatch.planning.costs import NOTHING, MemoryProfile
@@ -23,6 +23,47 @@ _log = logging.getLogger("bigbatch")
 _MOST_TRIES = 8
 _STEP_DOWN = 0.2
 """Of the budget: how much less to plan for when a plan really ran out of memory."""
+
+
+def is_needed(step: Step, batch: Any) -> bool:
+    """Whether there is no plan yet, or the one there is was made for less than this batch."""
+    several = step.accumulator.ranks.are_several
+    if step.plan is not None and (several or not sizing.may_fit_more(step.plan, step, batch)):
+        return False  # several ranks do not decide by what one of them has got
+    if not several:
+        sizing.check_size(step, batch)
+    return True
+
+
+def fit_together(step: Step, batch: Any, budget_bytes: int) -> Plan:
+    """The plan of the step: of several ranks each makes one for its share, and all take the most careful.
+
+    Raises:
+        OptionError: There are collectives in the forward, so that no rank can try a plan by itself.
+    """
+    ranks = step.accumulator.ranks
+    if not ranks.are_several:
+        return fit(step, batch, budget_bytes)
+    if ranks.reducer.must_run_together:
+        raise OptionError(
+            "With FSDP2 or SyncBatchNorm a plan cannot be found by trying, because a rank that runs out of memory "
+            "cannot tell the others. Give micro_batch_size=, or plan=bb.Plan(micro_batch_size=..., recompute=(...)), "
+            "and leave memory_budget out."
+        )
+    plan, failure = None, None
+    try:
+        with ranks.apart():
+            plan = fit(step, batch, budget_bytes)
+    except EmptyBatchError:
+        pass
+    except Exception as error:
+        failure = error
+    sizes = [row[0] for row in ranks.agree(failure, [plan.micro_batch_size if plan else math.inf])]
+    if not any(map(math.isfinite, sizes)):
+        raise EmptyBatchError("The batch is empty on every rank, so no plan can be made for it.")
+    careful = Plan.from_json(ranks.from_rank(sizes.index(min(sizes)), plan.to_json() if plan else None))
+    apply(careful, step.model)
+    return careful
 
 
 def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:

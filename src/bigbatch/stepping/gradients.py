@@ -96,7 +96,8 @@ class Gradients:
             p.grad = None
         for p in parameters:
             wide = accumulation_dtype or at_least_float32(p.dtype)
-            if wide != p.dtype and p.is_floating_point():
+            # FSDP2 adds up in the dtype of its own policy.
+            if wide != p.dtype and p.is_floating_point() and not is_sharded(p):
                 self._own_dtypes.append((p, p.grad_dtype))
                 p.grad_dtype = wide
 
@@ -167,6 +168,12 @@ class Gradients:
         for p, gradient in taken.gradients.items():
             p.grad = gradient
 
+    def presence(self) -> list[int]:
+        """For each parameter: 0 for no gradient, 1 for a dense one, 2 for a sparse one."""
+        layers = [self._found(), *self._parked.values()]
+        found = [[layer[p].is_sparse for layer in layers if p in layer] for p in self.parameters]
+        return [0 if not sparse else 2 if all(sparse) else 1 for sparse in found]
+
     def correct(self, factors: dict[Group, Factor]) -> None:
         """Multiply the gradient of each group by its factor, and add the groups up in ``.grad``."""
         self._multiply_current(factors)
@@ -176,7 +183,7 @@ class Gradients:
             self._multiply_current(factors)
             for p, gradient in added.items():
                 p.grad = gradient if p.grad is None else p.grad.add_(gradient)
-        self._current = None
+        self._current, self._parked = None, {}
         for p in self.parameters:
             if p.grad is not None and p.grad.is_sparse:
                 # Before that an entry may be in several parts, and the norm of the parts is another one.
@@ -223,8 +230,17 @@ def clear_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def dense(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The numbers of the gradients, as tensors that can be changed in place; a sparse one gives its values."""
-    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    """The numbers of the gradients, as tensors that can be changed in place.
+
+    A sparse one gives its values, and one that is sharded over ranks what this rank has of it.
+    """
+    local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+    return [gradient._values() if gradient.is_sparse else gradient for gradient in local]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a ``DTensor``; asked without importing what makes them."""
+    return hasattr(tensor, "_local_tensor")
 
 
 def multiply(gradients: Sequence[torch.Tensor], factor: Factor) -> None:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+from bigbatch.errors import StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 
 _TRIES = 8
@@ -23,7 +24,7 @@ def insist(action: Callable[[], Any], undo: Callable[[], Any] | None = None) -> 
             action()
             return
         except Exception as error:
-            if tries_left == 1 or not is_out_of_memory(error):
+            if tries_left == 1 or isinstance(error, StateLostError) or not is_out_of_memory(error):
                 raise
         gc.collect()
         if undo is not None:

@@ -28,6 +28,7 @@ def judged(step: Step, norm: torch.Tensor, done: Accumulation) -> tuple[torch.Te
     done.shares.check_denominators()
     of_optimizers = {id(p) for p in parameters_of(step.optimizers)}
     names = done.non_finite({name: p for name, p in step.named_parameters().items() if id(p) in of_optimizers})
+    names = step.accumulator.ranks.together(names)
     if not names:  # every entry is finite, but the sum of their squares is not
         return overflow_free_norm(step.check_reached(), norm.device), True
     if not scaled and step.options.on_non_finite == "raise":

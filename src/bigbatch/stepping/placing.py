@@ -9,7 +9,7 @@ from bigbatch.errors import BatchError
 
 def say_where(error: Exception, sizes: list[int], pieces: Pieces) -> None:
     """Add the micro-batch that an error came from to it."""
-    first, size = sum(sizes[:-1]), sizes[-1]
+    first, size = (sum(sizes[:-1]), sizes[-1]) if sizes else (0, 0)
     place = f"micro-batch {len(sizes)}{f' of {pieces.count}' if pieces.count else ''}"
     place += f", samples {first} to {first + size - 1}" if size else ""
     if isinstance(error, ValueError) and "Expected more than 1 value per channel" in str(error):

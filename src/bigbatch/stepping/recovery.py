@@ -12,7 +12,7 @@ import torch
 
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
 from bigbatch.batch.sizes import part_sizes
-from bigbatch.errors import BudgetError, StateLostError
+from bigbatch.errors import BudgetError, DistributedError, EmptyBatchError, RankMemoryError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import Recomputing, apply
 from bigbatch.stepping import fitting
@@ -47,9 +47,7 @@ class Recovery:
         """
         retries, again = 0, False
         self._grow_back()
-        # With a loss of the whole batch, what is finished belongs to the outputs of all.
-        may_keep = self._may_be_cut_smaller(batch) and self._step.accumulator.two_passes is None
-        keeping = Keeping() if may_keep else None
+        keeping = Keeping() if self._may_keep(batch) else None
         while True:
             try:
                 result = self._attempt(batch, named, keeping)
@@ -77,17 +75,29 @@ class Recovery:
         finally:
             step.accumulator.keeping = None
 
+    def _may_keep(self, batch: Any) -> bool:
+        """Gradients of finished micro-batches can be taken out where no other rank and no engine counts on them."""
+        accumulator = self._step.accumulator
+        counted_on = accumulator.ranks.are_several or accumulator.ranks.reducer.reduces_inside
+        # With a loss of the whole batch, what is finished belongs to the outputs of all.
+        return self._may_be_cut_smaller(batch) and not counted_on and accumulator.two_passes is None
+
     def _may_be_cut_smaller(self, batch: Any) -> bool:
         options = self._step.options
         return options.on_out_of_memory == "shrink" and options.split is None and not isinstance(batch, LogicalBatch)
 
     def _can_be_tried_again(self, error: Exception, batch: Any) -> bool:
-        return self._may_be_cut_smaller(batch) and is_out_of_memory(error) and not isinstance(error, StateLostError)
+        lost = isinstance(error, StateLostError | DistributedError) and not isinstance(error, RankMemoryError)
+        return self._may_be_cut_smaller(batch) and is_out_of_memory(error) and not lost
 
     def _shrink(self, batch: Any, said: str, *, tried_again: bool) -> bool:
         """Choose the next smaller size; the smallest is tried once more, for memory may only have been in pieces."""
         step = self._step
-        num_samples = num_samples_of(batch, step.options)
+        # One size for all ranks: a rank may have fewer samples, or none.
+        ranks = step.accumulator.ranks
+        num_samples = ranks.largest(
+            num_samples_of(batch, step.options) if not ranks.are_several else _length(batch, step)
+        )
         size = min(step.micro_batch_size or num_samples, num_samples)
         smaller = _next_smaller(num_samples, size, step.accumulator.smallest_micro_batch)
         if smaller is None and tried_again and self._recompute_more(batch):
@@ -113,6 +123,8 @@ class Recovery:
     def _recompute_more(self, batch: Any) -> bool:
         """Where the smallest size does not fit, recompute as much as helps; once. Returns whether there is more."""
         step = self._step
+        if step.accumulator.ranks.are_several:
+            return False  # what each rank would trace is not the same
         try:
             plan = fitting.leanest(step, batch) if self._recomputing is None else None
         except Exception as error:
@@ -146,6 +158,13 @@ class Recovery:
             )
             self._step.micro_batch_size = size
             self._calm = 0
+
+
+def _length(batch: Any, step: Step) -> int:
+    try:
+        return num_samples_of(batch, step.options)
+    except EmptyBatchError:
+        return 0
 
 
 def _is_no_leaner(plan: Plan, before: Plan) -> bool:

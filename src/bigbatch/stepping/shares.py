@@ -59,11 +59,14 @@ class Shares:
 
     def __init__(self, pieces: Pieces):
         self._totals = pieces.totals
-        self._single = pieces.count == 1
+        self._part = pieces.part
+        self._single = self._part.num_micro_batches == 1
         self._num_samples = pieces.num_samples
         self._accounts: dict[str, _Account] = {}
         self._kinds: list[tuple[str, Kind]] = []
         self._weights_added: dict[Any, float] = {}
+        self._corrected = False
+        self._over_ranks: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def only_means(self) -> bool:
@@ -98,7 +101,16 @@ class Shares:
         self._check_same_terms(terms, piece)
         for key, weight in piece.weights.items() if self._totals is None else ():
             self._weights_added[key] = self._weights_added.get(key, 0.0) + weight
-        return [share for term in terms if (share := self._share(term, piece)) is not None]
+        found = [share for term in terms if (share := self._share(term, piece)) is not None]
+        if self._part.scale != 1.0:
+            return [share._replace(coefficient=share.coefficient * self._part.scale) for share in found]
+        return found
+
+    def idle(self, terms: list[Term], piece: Piece) -> list[Share]:
+        """The same of a micro-batch that counts nothing, but must be backpropagated."""
+        self._check_same_terms(terms, piece)
+        late = next((name for name, kind in self._kinds if self._is_late(kind)), None)
+        return [Share(late, term.value, 0.0) for term in terms]
 
     def _share(self, term: Term, piece: Piece) -> Share | None:
         account = self._accounts[term.name]
@@ -109,8 +121,9 @@ class Shares:
             return self._ratio_share(account, term, piece)
         if term.kind == "mean":
             return self._mean_share(account, term, piece)
-        if term.kind == "constant" and account.values:
-            return None
+        if term.kind == "constant" and (account.values or not self._part.has_constants):
+            # Where a backward must reach all parameters, as far as the graph of this term does.
+            return Share(None, term.value, 0.0) if self._part.summed_inside else None
         account.values.append(_number_of(term.value))
         account.coefficients.append(1.0)
         return Share(None, term.value, 1.0)
@@ -119,7 +132,8 @@ class Shares:
         key = _weight_key(term, piece)
         weight = piece.weights[key]
         if weight == 0:
-            return None  # the mean over nothing is 0 / 0, which must not reach the sum
+            # The mean over nothing is 0 / 0, which must not reach the sum.
+            return Share(None, term.value, 0.0) if self._part.summed_inside else None
         account.values.append(_number_of(term.value))
         account.coefficients.append(weight)
         if self._totals is not None:
@@ -137,9 +151,16 @@ class Shares:
             expected = denominator * self._growth(piece)
             otherwise = torch.nan if self._single else float(max(self._num_samples, 1))
             account.provisional = torch.where(expected > 0, expected, otherwise)
+            if self._part.summed_inside and not self._single:
+                account.provisional = self._same_provisional
         account.values.append(value)
         account.denominators.append(denominator)
         return Share(None if self._single else term.name, term.value, 1.0 / account.provisional)
+
+    @property
+    def _same_provisional(self) -> float:
+        """What is the same on all ranks, also on one that has no micro-batch."""
+        return float(max(self._part.num_samples, 1))
 
     def _growth(self, piece: Piece) -> float:
         """How much larger the whole batch is than this micro-batch, as far as that is known."""
@@ -180,25 +201,81 @@ class Shares:
     def corrections(self) -> dict[Group, Factor]:
         """By group, what its gradient is still to be multiplied by. Groups that need nothing are left out."""
         found: dict[Group, Factor] = {}
-        for name, kind in self._kinds:
+        for name, kind in () if self._corrected else self._kinds:
             account = self._accounts[name]
             if kind == "ratio" and not self._single:
-                found[name] = account.provisional / _total(account.denominators)
+                if self._part.summed_inside:
+                    found[name] = self._same_provisional / self._denominator(name)
+                elif account.values:
+                    found[name] = account.provisional / self._denominator(name)
             elif kind == "mean" and self._totals is None and account.values:
                 found[name] = account.provisional / sum(account.coefficients)
         return found
 
+    def take_corrections(self) -> dict[Group, Factor]:
+        """The same for the last time: from now on nothing is left to be corrected."""
+        found, self._corrected = self.corrections(), True
+        return found
+
     def term_losses(self) -> dict[str, torch.Tensor]:
         """Each term of the whole batch, shape ``()``."""
-        return {name: self._term_loss(kind, self._accounts[name]) for name, kind in self._kinds}
+        return {name: self._term_loss(name, kind) for name, kind in self._kinds}
 
-    def _term_loss(self, kind: str, account: _Account) -> torch.Tensor:
+    @property
+    def kinds(self) -> list[tuple[str, Kind]]:
+        """Names and kinds of the terms, when a micro-batch was seen."""
+        return self._kinds
+
+    def sums(self) -> list[float]:
+        """Two numbers for each term, which are added over ranks: numerator and denominator. Waits for the device."""
+        pairs = [pair for name, kind in self._kinds for pair in self._pair(name, kind)]
+        return torch.stack([value.double().cpu() for value in pairs]).tolist() if pairs else []
+
+    def _pair(self, name: str, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is added over ranks of one term."""
+        account = self._accounts[name]
+        if not account.values:
+            return torch.zeros(()), torch.zeros(())
+        values = torch.stack(account.values)
+        values = values.to(at_least_float32(values.dtype))
+        if kind == "ratio":
+            stacked = torch.stack(account.denominators)
+            return values.sum(), torch.where((stacked >= 0).all(), stacked.sum(), torch.nan)
+        weights = values.new_tensor(account.coefficients)
+        return values @ weights, weights.sum() if kind == "mean" else torch.zeros(())
+
+    def settle(self, kinds: list[tuple[str, Kind]], sums: list[float]) -> None:
+        """Go on with the terms of all ranks.
+
+        Args:
+            kinds: Of a rank that has seen a micro-batch.
+            sums: What ``sums`` gave, added over the ranks.
+        """
+        if not self._kinds:
+            self._kinds, self._accounts = kinds, {name: _Account() for name, _ in kinds}
+        values = {name: account.values[:1] for name, account in self._accounts.items()}
+        like = {name: found[0] if found else torch.zeros((), dtype=torch.float64) for name, found in values.items()}
+        numbers = {name: like[name].new_tensor(sums[2 * i : 2 * i + 2]) for i, (name, _) in enumerate(kinds)}
+        self._over_ranks = {name: (pair[0], pair[1]) for name, pair in numbers.items()}
+
+    def _denominator(self, name: str) -> torch.Tensor:
+        if self._over_ranks is None:
+            return _total(self._accounts[name].denominators)
+        return _total([self._over_ranks[name][1]])
+
+    def _term_loss(self, name: str, kind: str) -> torch.Tensor:
+        account = self._accounts[name]
+        if self._over_ranks is not None:
+            numerator, denominator = self._over_ranks[name]
+            if kind == "ratio":
+                return numerator / self._denominator(name)
+            return numerator / denominator if kind == "mean" and float(denominator) != 0 else numerator
         if not account.values:
             return torch.zeros(())
         values = torch.stack(account.values)
         values = values.to(at_least_float32(values.dtype))
         if kind == "ratio":
-            return values.sum() / _total(account.denominators)
+            return values.sum() / self._denominator(name)
         if kind != "mean":
             return values.sum()
         if len(set(account.coefficients)) == 1:
@@ -213,8 +290,8 @@ class Shares:
     def check_denominators(self) -> None:
         """Raise ``LossError`` if those of a ratio add up to 0 or one is negative. Waits for the device."""
         for name, kind in self._kinds:
-            if kind == "ratio" and not bool(torch.isfinite(_total(self._accounts[name].denominators))):
-                found = torch.stack(self._accounts[name].denominators).tolist()
+            if kind == "ratio" and not bool(torch.isfinite(self._denominator(name))):
+                found = [float(denominator) for denominator in self._accounts[name].denominators]
                 raise LossError(
                     f"The denominators of the term {name!r} are {found[:6]}{' ...' if len(found) > 6 else ''} in the "
                     "micro-batches: they are not negative, and add up to more than 0. If nothing in this batch "
@@ -224,7 +301,7 @@ class Shares:
     def weight(self) -> Factor:
         """What the first term is over: samples, tokens, or the denominator of a ratio."""
         if self._kinds and self._kinds[0][1] == "ratio":
-            return _total(self._accounts[self._kinds[0][0]].denominators)
+            return self._denominator(self._kinds[0][0])
         return next(iter((self._totals or self._weights_added).values()), 1.0)
 
 

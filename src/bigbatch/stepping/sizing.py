@@ -183,7 +183,7 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
     """
     accumulator = step.accumulator
     held = [step.model, *step.optimizers, step.options.ema]
-    with put_back_afterwards(step), without_compiled_code(step.model):
+    with accumulator.ranks.apart(), put_back_afterwards(step), without_compiled_code(step.model):
         given, all_of_them = _to_be_run(step, batch, micro_batch_size)
         _make_optimizer_state(step, given)
         _update_average(step)  # the first update only copies

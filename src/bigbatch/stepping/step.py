@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.errors import GradientError, NonFiniteError, OptionError, StateLostError
+from bigbatch.errors import GradientError, LossError, NonFiniteError, OptionError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping import fitting, sizing
@@ -136,8 +136,7 @@ class Step:
 
         After any of them, model, optimizer and random numbers are as before.
         """
-        if self.budget_bytes is not None and (self.plan is None or sizing.may_fit_more(self.plan, self, batch)):
-            sizing.check_size(self, batch)
+        if self.budget_bytes is not None and fitting.is_needed(self, batch):
             self.fit(batch)
         named = self.named_parameters()
         result = self._recovery.run(batch, named)
@@ -159,13 +158,17 @@ class Step:
             micro_batch_size: Samples in one forward-backward, at most.
             named: What ``named_parameters`` gives.
         """
-        check_no_gradients(named, parameters_of(self.optimizers))
+        ranks = self.accumulator.ranks
         self.accumulator.step_number = self.num_steps + self.num_skipped  # the same when it is made again
-        done = self.accumulator.run(batch, micro_batch_size, named)
+        done = self.accumulator.run(
+            batch, micro_batch_size, named, check=lambda: check_no_gradients(named, parameters_of(self.optimizers))
+        )
         try:
             result = self._update(done)
-        except BaseException:
+        except BaseException as error:
             self._abandon(done)
+            if ranks.are_several and not isinstance(error, NonFiniteError | LossError):  # which all ranks raise
+                raise ranks.left(error) from error
             raise
         if result.skipped:
             insist(lambda: self.accumulator.abandon(done, random_numbers=False))
@@ -208,7 +211,10 @@ class Step:
             del gradients
             done.gradients.narrow()
             self._fill_missing()
-            self.step_optimizers()
+            if self.accumulator.ranks.are_several:
+                insist(self.step_optimizers)  # the other ranks make the step, so it cannot be begun again
+            else:
+                self.step_optimizers()
         if scaler is not None:
             insist(scaler.update)
         return result
@@ -299,7 +305,7 @@ class Step:
         """
         if self.budget_bytes is None:
             raise OptionError('The step has no memory budget; make it with memory_budget="8GiB".')
-        self.plan = fitting.fit(self, batch, self.budget_bytes)
+        self.plan = fitting.fit_together(self, batch, self.budget_bytes)
         self.micro_batch_size = self.plan.micro_batch_size
         return self.plan
 

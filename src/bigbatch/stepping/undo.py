@@ -100,7 +100,12 @@ class Undo:
 
     def is_needed(self) -> bool:
         """Whether something has changed since ``take``."""
-        return self.rng.were_used() or not all(buffer.is_as_it_was() for buffer in self._buffers)
+        return self.rng.were_used() or self.have_moved
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether a buffer is another than before the step."""
+        return not all(buffer.is_as_it_was() for buffer in self._buffers)
 
     def let_go(self) -> None:
         """The step has succeeded: free the copies, and learn from them what changes."""

@@ -1,0 +1,274 @@
+r"""The ranks that make one step together: what they tell one another, and that they fail together.
+
+A rank gets its share of the logical batch, of whatever length. Two exchanges of a few numbers make the step exact and
+safe. Before the first forward each rank says how many micro-batches it has and how much they weigh, so that $W$ is
+known: the weight of the batch over all ranks. After the last backward each says whether it has failed, and its part of
+the loss. Nobody begins a collective of many bytes before all have said that they are well, so a rank that ran out of
+memory is not waited for: all undo the step and make it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from bigbatch.batch.logical import Part, Piece, Pieces
+from bigbatch.batch.structure import mapped
+from bigbatch.errors import BigBatchError, DistributedError, EmptyBatchError, RankMemoryError
+from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.stepping.leaving import Farewell
+from bigbatch.stepping.reducing import Reducer
+
+_WELL, _OUT_OF_MEMORY, _FAILED = 0.0, 1.0, 2.0
+
+
+class Ranks:
+    """The ranks of a process group, as a step sees them.
+
+    Args:
+        reducer: What sums the gradients of the model over them.
+
+    Attributes:
+        size: How many there are.
+        rank: Which of them this is.
+    """
+
+    def __init__(self, reducer: Reducer):
+        self.reducer = reducer
+        self.group = reducer.group
+        self.size = self.group.size() if self.group is not None else 1
+        self.rank = self.group.rank() if self.group is not None else 0
+        self._farewell: Farewell | None = None
+        self._num_agreed = 0
+        self.num_told = 0  # numbers in the exchange after the last backward
+        self.kinds: Any = []  # of the terms of the loss, for a rank that has not seen it
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is anybody to talk to."""
+        return self.size > 1
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let this rank run steps of its own, which the others do not see: to try a plan.
+
+        With collectives inside the model that cannot be, and all ranks must run what is tried.
+        """
+        size, rank = self.size, self.rank
+        if not self.reducer.must_run_together:
+            self.size, self.rank, self.reducer.is_quiet = 1, 0, True
+        try:
+            yield
+        finally:
+            self.size, self.rank, self.reducer.is_quiet = size, rank, False
+
+    def tell(self, row: Sequence[float]) -> list[list[float]]:
+        """The numbers of each rank, by rank; all give as many."""
+        with self._named_failures() as device:
+            rows = torch.zeros(self.size, len(row), dtype=torch.float64, device=device)
+            rows[self.rank] = torch.tensor(row, dtype=torch.float64)
+            dist.all_reduce(rows, group=self.group)  # each row is added to zeros, which is exact
+            return rows.tolist()
+
+    def tell_object(self, value: Any) -> list[Any]:
+        """The value of each rank, by rank: anything that can be pickled. Only where something is unusual."""
+        with self._named_failures():
+            found: list[Any] = [None] * self.size
+            dist.all_gather_object(found, value, group=self.group)
+            return found
+
+    def from_rank(self, rank: int, value: Any) -> Any:
+        """The value of one rank, on all."""
+        with self._named_failures():
+            box = [value]
+            dist.broadcast_object_list(box, group=self.group, group_src=rank)
+            return box[0]
+
+    @contextmanager
+    def _named_failures(self) -> Iterator[torch.device]:
+        """Say which rank it was when a collective fails."""
+        if self._farewell is None:
+            self._farewell = Farewell(dist.get_process_group_ranks(self.group))
+        try:
+            yield self.reducer.device_to_talk
+            self._farewell.look_around()
+        except RuntimeError as error:
+            if isinstance(error, BigBatchError) or is_out_of_memory(error):
+                raise
+            raise self._farewell.explained(error) from error
+
+    def agree(self, failure: Exception | None, row: Sequence[float]) -> list[list[float]]:
+        """The numbers of each rank, when all are well.
+
+        Args:
+            failure: Of this rank; None when it is well.
+            row: As many numbers on each rank, also on one that failed.
+
+        Raises:
+            RankMemoryError: Memory ran out on other ranks, and this one is to try again with them.
+            DistributedError: Another rank failed in another way.
+            Exception: ``failure``.
+        """
+        self._num_agreed += 1
+        rows = self.tell([_state_of(failure), float(self._num_agreed), *row])
+        if len({row[1] for row in rows}) > 1:
+            raise DistributedError(
+                f"The ranks are at different steps: they have talked {[int(row[1]) for row in rows]} times. Call the "
+                f"step equally often on every rank; a rank without samples calls it with an empty batch."
+            )
+        states = [row[0] for row in rows]
+        if any(states):
+            self._raise_together(states, failure)
+        return [row[2:] for row in rows]
+
+    def _raise_together(self, states: list[float], failure: Exception | None) -> NoReturn:
+        said = self.tell_object(None if failure is None else _words(failure))
+        failed = [rank for rank, state in enumerate(states) if state == _FAILED]
+        if failure is not None and (_state_of(failure) == _FAILED or not failed):
+            raise failure
+        kind, ranks = (DistributedError, failed) if failed else (RankMemoryError, _where(states))
+        names = ", ".join(map(str, ranks))
+        raise kind(
+            f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names} failed: {said[ranks[0]]} All ranks undid the step.",
+            rank=ranks[0],
+        ) from None
+
+    def cut(self, cut: Callable[[], Pieces], terms: Sequence[str | None]) -> Pieces:
+        """The micro-batches of this rank, with the weight of those of all ranks.
+
+        Args:
+            cut: Cuts the share of this rank. It may be empty.
+            terms: What the weights are for.
+        """
+        if not self.are_several:
+            pieces = cut()
+            if not self.reducer.reduces_inside or self.reducer.is_quiet:
+                return pieces
+            pieces = _all_at_hand(pieces, terms)
+            return replace(pieces, over_ranks=pieces.part._replace(scale=self.reducer.scale, summed_inside=True))
+        failure, pieces = None, Pieces([], 0, dict.fromkeys(terms, 0.0))
+        try:
+            pieces = _all_at_hand(cut(), terms)
+        except EmptyBatchError:
+            pass
+        except Exception as error:
+            failure = error
+        weights = [(pieces.totals or {}).get(term, 0.0) for term in terms]
+        rows = self.agree(failure, [pieces.count or 0, pieces.num_samples, *weights])
+        counts = [int(row[0]) for row in rows]
+        if not any(counts):
+            raise EmptyBatchError("The batch is empty on every rank.")
+        totals = {term: sum(row[2 + i] for row in rows) for i, term in enumerate(terms)}
+        first = next(rank for rank, count in enumerate(counts) if count)
+        part = Part(
+            sum(counts),
+            int(sum(row[1] for row in rows)),
+            has_constants=first == self.rank,
+            scale=self.reducer.scale,
+            summed_inside=self.reducer.reduces_inside,
+        )
+        mine = [*pieces.pieces, *self._idle(pieces, counts, first)]
+        return Pieces(mine, pieces.count, totals, part)
+
+    def _idle(self, pieces: Pieces, counts: list[int], first: int) -> list[Piece]:
+        """Micro-batches that count nothing, for as many forwards as the collectives inside the model need."""
+        needed = self.reducer.num_forwards(max(counts))
+        example = next(iter(pieces.pieces), None)
+        if needed and not all(counts):
+            lent = mapped(_copied, example.micro_batch) if example and self.rank == first else None
+            lent = self.from_rank(first, lent)
+            example = example or Piece(lent, 0, dict.fromkeys(pieces.totals or {}, 0.0))
+        if example is None:
+            return []
+        idle = Piece(example.micro_batch, 0, dict.fromkeys(example.weights, 0.0), idle=True)
+        return [idle] * (needed - counts[self.rank])
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others that this rank failed between the two exchanges. Returns when the error is to be raised.
+
+        Raises:
+            DistributedError: Another rank failed in a way that cannot be tried again; or others wait for this one in a
+                collective inside the model, and cannot be told.
+        """
+        if not self.are_several:
+            return
+        if self.reducer.reduces_inside:
+            raise self.left(error) from error
+        try:
+            self.agree(error, [0.0] * self.num_told)
+        except Exception as agreed:
+            if agreed is not error:
+                raise
+
+    def left(self, error: BaseException) -> DistributedError:
+        """The error of a rank that others wait for where nobody can be told: it ends all of them."""
+        if isinstance(error, DistributedError):
+            return error
+        if self._farewell is None:
+            self._farewell = Farewell(dist.get_process_group_ranks(self.group))
+        if _is_broken_connection(error):
+            return self._farewell.explained(error)
+        reason = f"Rank {dist.get_rank()} failed: {_words(error)}"
+        self._farewell.leave(reason)
+        return DistributedError(
+            f"{reason} The other ranks are in the middle of the step and cannot undo it, so all have to stop: end "
+            f'this process, and start all ranks again from the last checkpoint. With DDP, reduce="after" lets them '
+            f"undo the step together.",
+            rank=dist.get_rank(),
+        )
+
+    def together(self, names: list[str]) -> list[str]:
+        """What is found on any rank: what all found as it is, the rest with its rank. A collective."""
+        if not self.are_several:
+            return names
+        told = self.tell_object(names)
+        where = {name: [rank for rank, own in enumerate(told) if name in own] for own in told for name in own}
+        # Terms of the loss first, as on one rank: gradients follow from them.
+        return [
+            name if len(ranks) == self.size else f"{name} on rank {', '.join(map(str, ranks))}"
+            for name, ranks in sorted(where.items(), key=lambda found: found[0].startswith("the gradient"))
+        ]
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers of all ranks. A collective."""
+        return number if not self.are_several else int(max(row[0] for row in self.tell([number])))
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether torch's collectives say that somebody is gone."""
+    text = str(error)
+    said = any(word in text for word in ("onnection closed by peer", "onnection reset", "gloo/transport", "NCCL"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and said)
+
+
+def _state_of(failure: Exception | None) -> float:
+    if failure is None:
+        return _WELL
+    return _OUT_OF_MEMORY if is_out_of_memory(failure) else _FAILED
+
+
+def _words(error: BaseException) -> str:
+    said = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {said if said.endswith('.') else said + '.'}"
+
+
+def _where(states: list[float]) -> list[int]:
+    return [rank for rank, state in enumerate(states) if state]
+
+
+def _all_at_hand(pieces: Pieces, terms: Sequence[str | None]) -> Pieces:
+    """As a list: the weight must be known before the first forward, so an iterator is read to its end."""
+    if isinstance(pieces.pieces, list) and pieces.totals is not None:
+        return pieces
+    found = list(pieces.pieces)
+    return Pieces(found, len(found), {term: sum(piece.weights[term] for piece in found) for term in terms})
+
+
+def _copied(value: Any) -> Any:
+    """Without the storage that a view is a part of."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
