@@ -4,6 +4,7 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+import bigbatch as bb
 from tests.cases.common import one_process_group, same
 from tests.reference import gradients
 
@@ -46,6 +47,17 @@ def careful():
 
 def naive():
     return _run(True)
+
+
+def ours():
+    case = build()
+    with one_process_group():
+        model = case["model"]
+        plan = bb.Plan(micro_batch_size=2, accumulation_steps=2, recompute=("b",))
+        bb.apply(plan, model)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        bb.accumulate(wrapped, lambda m, x: m(x).square().mean(), case["x"], micro_batch_size=2, reduce="overlap")
+        return gradients(model)
 
 
 def check(result):

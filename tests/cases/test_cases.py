@@ -18,13 +18,6 @@ CASES: dict[str, ModuleType] = {
     for path in sorted(Path(__file__).parent.glob("case_*.py"))
 }
 
-RANKS = "issue 5, from one card to many"
-# Cases of which only the plain ways are tested yet, and what will drive them through bigbatch. Also in README.md.
-WAITING = {
-    "66_ddp_sync_once_and_last": RANKS,
-    "68_ddp_reentrant_checkpoint_twice": RANKS,
-}
-
 # What a reported practice may end in instead of a wrong result; anything else is a mistake in the case itself.
 FAILS_WITH = (AssertionError, RuntimeError, ValueError, UnboundLocalError)
 
@@ -44,10 +37,8 @@ def test_all_cases_are_here():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_is_driven_through_bigbatch_or_waits_for_an_issue(name):
-    is_driven = any(function.startswith("ours") for function in vars(CASES[name]))
-
-    assert is_driven != (name in WAITING)
+def test_a_case_is_driven_through_bigbatch(name):
+    assert any(function.startswith("ours") for function in vars(CASES[name]))
     assert hasattr(CASES[name], "careful")
     assert any(function.startswith("naive") for function in vars(CASES[name]))
 

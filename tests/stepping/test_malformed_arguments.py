@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -363,25 +361,3 @@ def test_the_smallest_peak_is_told_with_the_error():
         World().step(micro_batch_size=None, memory_budget=100)(make_batch())
 
     assert found.value.smallest_bytes > found.value.budget_bytes == 100
-
-
-RANK = """
-import sys, torch, torch.distributed as dist, bigbatch as bb
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-model = torch.nn.Linear(3, 1)
-try:
-    bb.accumulate(model, lambda model, batch: model(batch).mean(), torch.ones(4, 3))
-except bb.DistributedError as error:
-    print(isinstance(error, RuntimeError), model.weight.grad, error)
-dist.destroy_process_group()
-"""
-
-
-def test_several_ranks_are_refused(tmp_path):
-    """Two real processes: each micro-batch would reduce a part of the gradient."""
-    start = [sys.executable, "-c", RANK, f"file://{tmp_path}/store"]
-    ranks = [subprocess.Popen([*start, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
-
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
-
-    assert all(re.match(r"True None The process group has 2 ranks.*Run one process", text) for text in said), said
