@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from bigbatch.batch.structure import is_array, leaves
 from bigbatch.batch.weighing import Weigher, for_term, has_ignored_labels
 from bigbatch.errors import BatchError, DistributedError, LossError, warn
 from bigbatch.stepping import batchnorm
+from bigbatch.stepping.accumulation import Accumulation
 from bigbatch.stepping.checks import check_loss_fn, check_model
-from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of, dense
+from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
 from bigbatch.stepping.hooks import HookWatch
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
@@ -32,63 +33,11 @@ from bigbatch.stepping.settling import num_told, settle
 from bigbatch.stepping.shares import Share, Shares
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.stepping.whole_batch import TwoPasses, WholeBatchLoss
-from bigbatch.values import Exactness, StepOptions, StepResult
+from bigbatch.values import StepOptions
 
 _log = logging.getLogger("bigbatch")
 
 OnMicroBatch = Callable[[int, int | None], None]
-
-
-class Accumulation:
-    """One step after its last backward: gradients that nothing has used yet.
-
-    Attributes:
-        gradients: In ``.grad``, still scaled and uncorrected.
-        shares: The loss, its terms, and the corrections that the gradients need.
-        sizes: Samples in each micro-batch.
-        exactness: See ``StepResult``.
-        contributions: What listened to the backwards, if anything did.
-    """
-
-    def __init__(self, gradients: Gradients, shares: Shares):
-        self.gradients = gradients
-        self.shares = shares
-        self.sizes: list[int] = []
-        self.exactness: Exactness = "exact"
-        self.contributions: Any = None
-
-    @cached_property
-    def terms(self) -> dict[str, torch.Tensor]:
-        """Each term of the whole batch, shape ``()``."""
-        return self.shares.term_losses()
-
-    @cached_property
-    def loss(self) -> torch.Tensor:
-        """Of the whole batch, shape ``()``."""
-        first, *others = self.terms.values()
-        return sum(others, start=first)
-
-    def result(self, **happened: Any) -> StepResult:
-        """What is told about it."""
-        return StepResult(
-            self.loss,
-            terms=dict(self.terms),
-            weight=self.shares.weight(),
-            micro_batch_sizes=tuple(self.sizes),
-            exactness=self.exactness,
-            **happened,
-        )
-
-    def non_finite(self, named: dict[str, torch.Tensor]) -> list[str]:
-        """What is NaN or infinite, in words: terms by micro-batch, then gradients of the parameters. Reads them all."""
-        terms = [
-            (f"the term {name!r} of micro-batch {k + 1}", value)
-            for name, values in self.shares.micro_batch_losses().items()
-            for k, value in enumerate(values)
-        ]
-        found = [(name, p.grad) for name, p in named.items() if p.grad is not None]
-        gradients = [(f"the gradient of {name}", numbers) for (name, g) in found for numbers in dense([g])]
-        return [name for name, tensor in [*terms, *gradients] if not bool(torch.isfinite(tensor).all())]
 
 
 class Accumulator:

@@ -22,7 +22,7 @@ from bigbatch.stepping.gradients import Stamps, Sum
 from bigbatch.stepping.shares import Shares
 
 if TYPE_CHECKING:
-    from bigbatch.stepping.accumulator import Accumulation
+    from bigbatch.stepping.accumulation import Accumulation
 
 _log = logging.getLogger("bigbatch")
 

@@ -21,7 +21,7 @@ from bigbatch.stepping.insisting import insist
 from bigbatch.units import format_names
 
 if TYPE_CHECKING:
-    from bigbatch.stepping.accumulator import Accumulation
+    from bigbatch.stepping.accumulation import Accumulation
 
 _BUCKET_BYTES = 25 * 2**20
 NONE, DENSE, SPARSE = 0, 1, 2

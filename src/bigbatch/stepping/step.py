@@ -13,7 +13,8 @@ from bigbatch.errors import GradientError, LossError, NonFiniteError, OptionErro
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping import fitting, sizing
-from bigbatch.stepping.accumulator import Accumulation, Accumulator, OnMicroBatch
+from bigbatch.stepping.accumulation import Accumulation
+from bigbatch.stepping.accumulator import Accumulator, OnMicroBatch
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.exactness import WHY_NOT_EXACT
