@@ -98,6 +98,16 @@ def plain_mixed(model: nn.Module, batch: Any) -> Tensor:
     return ratio + model(batch["x"]).square().sum((1, 2)).mean() + penalty(model)
 
 
+def six_terms(model: nn.Module, batch: Any) -> Any:
+    """More terms than the exchange has room for at first."""
+    out = model(batch["x"]).square()
+    return {f"term {i}": out[..., i % CLASSES].sum(1).mean() * (i + 1) for i in range(6)}
+
+
+def sum_of_six_terms(model: nn.Module, batch: Any) -> Tensor:
+    return torch.stack(list(six_terms(model, batch).values())).sum()
+
+
 # Loss for the ranks, the same as one plain number, options, samples, and whether the last rank gets none of them.
 DATA: dict[str, tuple[Any, Any, dict[str, Any], int, bool]] = {
     "mean": (mean_over_samples, mean_over_samples, {"weight": "samples"}, 12, False),
@@ -106,6 +116,8 @@ DATA: dict[str, tuple[Any, Any, dict[str, Any], int, bool]] = {
     "empty rank": (mean_over_tokens, mean_over_tokens, {"weight": "tokens"}, 5, True),
     "two terms": (two_terms, sum_of_two_terms, {"weight": {"words": "tokens", "rows": "samples"}}, 7, False),
     "late ratio": (ratio_of_tokens, mean_over_tokens, {}, 7, True),
+    "six terms": (six_terms, sum_of_six_terms, {"weight": "samples"}, 5, True),
+    "padded rank": (mean_over_tokens, mean_over_tokens, {"weight": "tokens"}, 8, False),
     "mixed": (mixed, plain_mixed, {"weight": "samples"}, 7, True),
 }
 WRAPS = ("ddp", "compiled", "compiled inside", "fsdp2")
@@ -169,6 +181,8 @@ def gradient_case(
     """How far gradient and loss of the ranks are from those of the big batch."""
     loss_fn, plain, options, num_samples, last_is_empty = DATA[data]
     batch = tokens(num_samples)
+    if data == "padded rank":  # the last rank has samples, of which nothing counts
+        batch["labels"][num_samples // 2 :] = -100
     expected = big_batch_gradients(words(), plain, batch)
     model = wrapped(words(), wrap, group, backend=backend)
     torch._dynamo.reset()
@@ -381,3 +395,36 @@ def plan_case(group: Any, budgets: list[str], wrap: str = "ddp") -> dict[str, An
     weights = {plain_name(name): whole(p) for name, p in model.named_parameters()}
     error = gradient_error(weights, {name: p.detach() for name, p in truth.named_parameters()})
     return {"plan": step.plan.to_json(), "sizes": result.micro_batch_sizes, "unmoved": unmoved, "weights": error}
+
+
+def told_case(group: Any) -> dict[str, str]:
+    """What is wrong with the batch or the loss on some rank, as each rank is told it; nothing is left behind."""
+    model = wrapped(words(), "ddp", group)
+    batch = share_of(tokens(6), group)
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+    def other_terms(model: nn.Module, batch: Any) -> Any:
+        loss = mean_over_samples(model, batch)
+        return {"here": loss} if group.rank() else {"there": loss}
+
+    def error_of(loss_fn: Any, batch: Any, **options: Any) -> str:
+        try:
+            bb.accumulate(model, loss_fn, batch, **options)
+        except bb.BigBatchError as error:
+            assert all(p.grad is None for p in model.parameters())
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return {
+        "nothing counts": error_of(mean_over_tokens, nothing, weight="tokens"),
+        "other terms": error_of(other_terms, batch),
+        "no batch": error_of(mean_over_samples, batch if group.rank() else 7),
+    }
+
+
+def iterator_case(group: Any) -> float:
+    """Micro-batches that come one by one, of unknown number and weight."""
+    batch = tokens(7)
+    model, (cut, _) = wrapped(words(), "ddp", group), micro_batches(share_of(batch, group), "uneven")
+    bb.accumulate(model, mean_over_tokens, bb.LogicalBatch(iter(cut.micro_batches)), weight="tokens")
+    return gradient_error(gradients_of(model), big_batch_gradients(words(), mean_over_tokens, batch))

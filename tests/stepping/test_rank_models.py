@@ -43,8 +43,8 @@ def test_a_loop_without_no_sync_reduces_in_each_micro_batch(ranks):
 @pytest.mark.parametrize(
     ("reduce", "backend", "inside"),
     [
-        ("after", "aot_eager", False),
-        ("overlap", "aot_eager", False),
+        ("after", "eager", False),
+        ("overlap", "eager", False),
         pytest.param("after", "inductor", False, marks=pytest.mark.slow),
         pytest.param("overlap", "inductor", False, marks=pytest.mark.slow),
         pytest.param("after", "inductor", True, marks=pytest.mark.slow),

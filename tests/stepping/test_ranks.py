@@ -26,7 +26,9 @@ FAST = [
     (2, "fsdp2", "two terms", "uneven"),
     (3, "fsdp2", "late ratio", 1),
     (1, "fsdp2", "two terms", 3),
-    (2, "compiled", "uneven tokens", 3),
+    (3, "ddp", "six terms", 3),
+    (2, "ddp", "padded rank", 3),
+    (2, "fsdp2", "padded rank", 3),
 ]
 
 
@@ -48,7 +50,7 @@ def test_gradient_is_that_of_the_big_batch(ranks, size, wrap, data, micro):
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("data", ["uneven tokens", "empty rank", "late ratio"])
+@pytest.mark.parametrize("data", ["uneven tokens", "empty rank", "late ratio", "padded rank"])
 def test_gradient_is_that_of_the_big_batch_when_it_is_summed_inside_backward(ranks, wrap, data):
     check(ranks.run(3, cases.gradient_case, wrap, data, 1, reduce="overlap"))
 
@@ -167,3 +169,17 @@ def test_when_one_rank_finds_no_plan_all_are_told(ranks):
 def test_a_budget_with_fsdp2_is_refused(ranks):
     for found in ranks.run(2, cases.plan_case, ["16MiB", "16MiB"], "fsdp2"):
         assert found["error"].startswith("OptionError: With FSDP2 or SyncBatchNorm a plan cannot be found by trying")
+
+
+def test_what_is_wrong_on_some_rank_is_told_on_all(ranks):
+    first, second = ranks.run(2, cases.told_case)
+
+    for found in (first, second):
+        assert found["nothing counts"].startswith("LossError: The weight is 0 over the whole batch")
+        assert found["other terms"].startswith("LossError: The ranks have different terms in their losses")
+    assert first["no batch"].startswith("BatchError: ")
+    assert second["no batch"].startswith("DistributedError: Rank 0 failed: BatchError: ")
+
+
+def test_micro_batches_may_come_one_by_one(ranks):
+    assert max(ranks.run(3, cases.iterator_case)) <= 1e-12

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -30,21 +31,29 @@ class Farewell:
         ranks: Of the group, by their number in the world.
     """
 
-    def __init__(self, ranks: list[int]):
+    def __init__(self, ranks: tuple[int, ...]):
         self._ranks = ranks
-        self._store: Any = dist.distributed_c10d._get_default_store()
         self._addresses: dict[int, str] = {}
-        self._store.set(f"bigbatch/at/{dist.get_rank()}", _listening_at())
+        _store().set(f"bigbatch/at/{dist.get_rank()}", _listening_at())
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Farewell:
+        """That of a process group; made once, for it takes messages to the store."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        known = _KNOWN.setdefault(_store(), {})
+        if ranks not in known:
+            known[ranks] = cls(ranks)
+        return known[ranks]
 
     def look_around(self) -> None:
         """Remember where the others are; after the first collective, when each has said it."""
         if not self._addresses:
-            self._addresses = {rank: self._store.get(f"bigbatch/at/{rank}").decode() for rank in self._ranks}
+            self._addresses = {rank: _store().get(f"bigbatch/at/{rank}").decode() for rank in self._ranks}
 
     def leave(self, reason: str) -> None:
         """Say why this rank goes; the first reason stays."""
         with suppress(RuntimeError):  # the rank that holds the store may be gone, and this is the lesser error
-            self._store.compare_set(_REASON, "", reason)
+            _store().compare_set(_REASON, "", reason)
 
     def explained(self, error: BaseException) -> DistributedError:
         """The error of a collective, with the rank that is to blame for it."""
@@ -72,9 +81,17 @@ class Farewell:
 
     def _reason(self) -> str:
         try:
-            return self._store.get(_REASON).decode() if self._store.check([_REASON]) else ""
+            return _store().get(_REASON).decode() if _store().check([_REASON]) else ""
         except RuntimeError:
             return ""
+
+
+# By the store of the process group, which is another one after a new init_process_group.
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[int, ...], Farewell]] = WeakKeyDictionary()
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 @cache
@@ -88,8 +105,7 @@ def _listening_at() -> str:
 
 def _own_address() -> str:
     """The address that others on the network of the store reach this host by."""
-    host = getattr(dist.distributed_c10d._get_default_store(), "host", None)
-    store = getattr(dist.distributed_c10d._get_default_store(), "underlying_store", None)
+    host, store = getattr(_store(), "host", None), getattr(_store(), "underlying_store", None)
     while host is None and store is not None:
         host, store = getattr(store, "host", None), getattr(store, "underlying_store", None)
     if host is None:  # a store in a file: all ranks are on this host

@@ -93,7 +93,7 @@ class Ranks:
     def _named_failures(self) -> Iterator[torch.device]:
         """Say which rank it was when a collective fails."""
         if self._farewell is None:
-            self._farewell = Farewell(dist.get_process_group_ranks(self.group))
+            self._farewell = Farewell.of(self.group)
         try:
             yield self.reducer.device_to_talk
             self._farewell.look_around()
@@ -210,7 +210,7 @@ class Ranks:
         if isinstance(error, DistributedError):
             return error
         if self._farewell is None:
-            self._farewell = Farewell(dist.get_process_group_ranks(self.group))
+            self._farewell = Farewell.of(self.group)
         if _is_broken_connection(error):
             return self._farewell.explained(error)
         reason = f"Rank {dist.get_rank()} failed: {_words(error)}"
