@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import bigbatch as bb
 from tests.stepping.plannable import Transformer, World, cross_entropy, features, mlp, sgd, tokens
@@ -174,3 +175,18 @@ def test_a_plan_runs():
     step = bb.Step(model, loss_fn, sgd(model), plan=plan)
 
     assert step(batch).micro_batch_sizes[0] == plan.micro_batch_size
+
+
+def test_ranks_share_the_batch_that_is_planned_for():
+    """Micro × accumulation × ranks is at least the batch, and the largest share is what is planned for."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    batch = torch.randn(8, 64), torch.randint(10, (8,))
+    costs = bb.profile(model, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batch, calibrate=False)
+
+    found = bb.plan(costs, batch_size=1000, world_size=3, memory_budget="2MiB")
+
+    assert found == bb.plan(costs, batch_size=334, memory_budget="2MiB")
+    assert found.micro_batch_size * found.accumulation_steps * 3 >= 1000
+    assert found != bb.plan(costs, batch_size=1000, memory_budget="2MiB")
+    with pytest.raises(bb.OptionError, match="world_size=0; it is a whole number"):
+        bb.plan(costs, batch_size=1000, world_size=0)

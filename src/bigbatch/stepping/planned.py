@@ -20,7 +20,7 @@ from bigbatch.stepping.checks import check_model
 from bigbatch.stepping.planner import UNLIMITED, Planner
 from bigbatch.stepping.step import Step
 from bigbatch.units import parse_bytes
-from bigbatch.values import Plan
+from bigbatch.values import Plan, check_positive
 
 _MOST_TIMED = 32
 
@@ -83,6 +83,7 @@ def plan(
     optimizer: Any = None,
     batch_size: int | None = None,
     memory_budget: int | str | None = None,
+    world_size: int = 1,
     micro_batch_size: int | None = None,
     recompute: Recompute = None,
     calibrate: bool = True,
@@ -109,7 +110,9 @@ def plan(
         loss_fn: With a model; see ``profile``.
         batch: With a model; see ``profile``.
         optimizer: With a model; see ``profile``.
-        batch_size: Samples in a step; None: those of ``batch``.
+        batch_size: Samples in a step, over all ranks; None: those of ``batch``.
+        world_size: Ranks that share a batch. The plan is that of the rank with the largest share; what DDP and FSDP2
+            hold beside the model is not counted.
         memory_budget: Bytes, or a text such as ``"8GiB"``; None: unlimited.
         micro_batch_size: Held at this; None to choose it.
         recompute: Held at this: ``"all"`` blocks, each alone, ``"none"``, or names as in ``Plan.recompute``; None to
@@ -123,6 +126,7 @@ def plan(
         BudgetError: Nothing fits; ``smallest_bytes`` is the smallest budget that works.
         TraceError: See ``profile``.
     """
+    batch_size = _largest_share(batch_size, world_size)
     budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
     if isinstance(profile_or_model, MemoryProfile):
         of_a_model = (loss_fn, batch, optimizer, device, card)
@@ -143,7 +147,7 @@ def plan(
             raise with_advice(error, profile_or_model, batch_size) from None
         return replace(found, budget_bytes=budget_bytes)
     planner = _planner(profile_or_model, loss_fn, batch, optimizer, device, card, options, _names_in(recompute))
-    num_samples = batch_size or planner.num_samples
+    num_samples = batch_size or -(-planner.num_samples // world_size)
     try:
         costs = planner.timed(num_samples, budget_bytes) if calibrate else planner.traced
         return planner.plan(costs, num_samples, budget_bytes, micro_batch_size=micro_batch_size, recompute=recompute)
@@ -154,6 +158,15 @@ def plan(
             raise
         warn(f"The plan is found by trying, because the model cannot be traced: {error}")
         return planner.by_trying(num_samples, budget_bytes, micro_batch_size, recompute)
+
+
+def _largest_share(batch_size: int | None, world_size: int) -> int | None:
+    """Samples of the rank that has most."""
+    check_positive("world_size", world_size)
+    if batch_size is None:
+        return None
+    check_positive("batch_size", batch_size)
+    return -(-batch_size // world_size)
 
 
 def _names_in(recompute: Recompute) -> list[str]:
