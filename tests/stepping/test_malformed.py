@@ -299,9 +299,9 @@ BATCHES = {
     "a text": Bad(bb.BatchError, "no samples to cut", batch=lambda: "x"),
     "a number": Bad(bb.BatchError, "no samples to cut", batch=lambda: torch.tensor(3.0)),
     "nothing": Bad(bb.BatchError, "no samples to cut", batch=dict),
-    "an empty list": Bad(bb.BatchError, "empty", batch=list),
+    "an empty list": Bad(bb.EmptyBatchError, "empty", batch=list),
     "no samples": Bad(
-        bb.BatchError,
+        bb.EmptyBatchError,
         r"empty: \['x', 'labels'\] have length 0",
         batch=lambda: cut(make_batch(), 6)[0] and {k: v[:0] for k, v in make_batch().items()},
     ),
@@ -351,7 +351,7 @@ BATCHES = {
         bb.BatchError, "a list of samples, but this is a dict", options=dict(collate=default_collate)
     ),
     "collated: a text": Bad(bb.BatchError, "this is a str", batch=lambda: "abc", options=dict(collate=default_collate)),
-    "collated: empty": Bad(bb.BatchError, "empty: a list of 0", batch=list, options=dict(collate=default_collate)),
+    "collated: empty": Bad(bb.EmptyBatchError, "empty: a list of 0", batch=list, options=dict(collate=default_collate)),
     "split: a text": Bad(
         bb.BatchError, "split returned a str; it returns a list", options=dict(split=lambda batch, size: "ab")
     ),
@@ -360,12 +360,14 @@ BATCHES = {
     "split: a tensor": Bad(
         bb.BatchError, "split returned a Tensor", options=dict(split=lambda batch, size: batch["x"])
     ),
-    "split: nothing": Bad(bb.BatchError, "empty: a LogicalBatch of 0", options=dict(split=lambda batch, size: [])),
+    "split: nothing": Bad(bb.EmptyBatchError, "empty: a LogicalBatch of 0", options=dict(split=lambda batch, size: [])),
     "split: numbers": Bad(
         bb.BatchError, "micro-batch cannot be counted", options=dict(split=lambda batch, size: [1, 2])
     ),
-    "logical: empty": Bad(bb.BatchError, "empty: a LogicalBatch of 0", batch=lambda: bb.LogicalBatch([])),
-    "logical: read before": Bad(bb.BatchError, "empty: a LogicalBatch of 0", batch=lambda: bb.LogicalBatch(iter([]))),
+    "logical: empty": Bad(bb.EmptyBatchError, "empty: a LogicalBatch of 0", batch=lambda: bb.LogicalBatch([])),
+    "logical: read before": Bad(
+        bb.EmptyBatchError, "empty: a LogicalBatch of 0", batch=lambda: bb.LogicalBatch(iter([]))
+    ),
     "logical: a number": Bad(
         bb.ArgumentError,
         r"given a int; it takes a list or an iterator.*LogicalBatch\(\[first",

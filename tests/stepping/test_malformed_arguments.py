@@ -247,7 +247,7 @@ CALLS: dict[str, tuple[Callable[[World], Callable[[], Any]], type[bb.BigBatchErr
         bb.OptionError,
         "cut already.*Leave memory_budget out",
     ),
-    "fit no samples": (fitted([], collate=default_collate), bb.BatchError, "empty"),
+    "fit no samples": (fitted([], collate=default_collate), bb.EmptyBatchError, "empty"),
     "fit no list": (fitted(5, collate=default_collate), bb.BatchError, "list of samples, but this is a int"),
     "fit what is ragged": (fitted((torch.ones(3), torch.ones(2))), bb.BatchError, r"\['0'\] has 3, \['1'\] has 2"),
     "Plan(0)": (lambda world: lambda: bb.Plan(0), bb.OptionError, f"micro_batch_size=0; {WHOLE}"),

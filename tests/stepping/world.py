@@ -25,6 +25,7 @@ BUILTINS = {
     bb.BatchError: ValueError,
     bb.BudgetError: MemoryError,
     bb.DistributedError: RuntimeError,
+    bb.EmptyBatchError: ValueError,
     bb.GradientError: RuntimeError,
     bb.LossError: ValueError,
     bb.NonFiniteError: FloatingPointError,

@@ -171,14 +171,7 @@ class Accumulator:
                 self._loop(batch, pieces, done, watch)
             self._trusted_hooks |= watch.hooks
         except BaseException as error:
-            if watch is not None:
-                insist(watch.undo)
-                if self.keeping is not None:
-                    self.keeping.keep(done, error, partial(self._left_no_trace, done, watch))
-            insist(self.ranks.reducer.abandon)
-            insist(lambda: self.abandon(done))
-            if isinstance(error, Exception):
-                self.ranks.fail(error)
+            self._give_up(error, done, watch)
             raise
         finally:
             if watch is not None:
@@ -192,6 +185,17 @@ class Accumulator:
                 "the model leave parameters= out."
             )
         return done
+
+    def _give_up(self, error: BaseException, done: Accumulation, watch: HookWatch | None) -> None:
+        """Put everything back after an error between two exchanges, and tell the other ranks of it."""
+        if watch is not None:
+            insist(watch.undo)
+            if self.keeping is not None:
+                self.keeping.keep(done, error, partial(self._left_no_trace, done, watch))
+        insist(self.ranks.reducer.abandon)
+        insist(lambda: self.abandon(done))
+        if isinstance(error, Exception):
+            self.ranks.fail(error)
 
     def _left_no_trace(self, done: Accumulation, watch: HookWatch) -> bool:
         """Whether nothing would be different if the micro-batches so far had not run, but for their gradients."""

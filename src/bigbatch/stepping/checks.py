@@ -134,16 +134,16 @@ def _can_step_alone(scheduler: Any) -> bool:
     return True
 
 
-def check_one_process() -> None:
-    """Raise ``DistributedError`` in a process group of several ranks."""
+def check_one_process(what: str) -> None:
+    """Raise ``DistributedError`` in a process group of several ranks, where ``what`` works in one process only."""
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     ):
         raise DistributedError(
-            f"The process group has {torch.distributed.get_world_size()} ranks, and a comparison with the big batch is "
-            f"made in one process. Run it without torchrun."
+            f"The process group has {torch.distributed.get_world_size()} ranks, and {what} works in one process only: "
+            f"leave it out, or run it without torchrun."
         )
 
 

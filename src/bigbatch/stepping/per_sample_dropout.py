@@ -133,7 +133,7 @@ class PerSampleDropout(NativeDropout):
         Raises:
             OptionError: A layer drops in a way that cannot be keyed.
         """
-        check_one_process()  # several need one seed, and what the others have of the batch
+        check_one_process('dropout="per-sample"')  # several need one seed, and what the others have of the batch
         self._refuse_what_is_out_of_reach()
         given = self.seed if self.seed is not None else _seed_of_this_run.get()
         self._masks = _Masks(self._model, _next_seed() if given is None else given, number)

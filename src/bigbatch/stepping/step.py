@@ -16,7 +16,7 @@ from bigbatch.stepping import fitting, sizing
 from bigbatch.stepping.accumulation import Accumulation
 from bigbatch.stepping.accumulator import Accumulator, OnMicroBatch
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
-from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
+from bigbatch.stepping.checks import check_no_gradients, check_one_process, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.exactness import WHY_NOT_EXACT
 from bigbatch.stepping.gradients import accumulation_dtype_of, clear_gradients
 from bigbatch.stepping.insisting import insist
@@ -160,6 +160,8 @@ class Step:
             named: What ``named_parameters`` gives.
         """
         ranks = self.accumulator.ranks
+        if self.options.noise_scale:
+            check_one_process("noise_scale=True")  # here, where it is said on all ranks at once
         self.accumulator.step_number = self.num_steps + self.num_skipped  # the same when it is made again
         done = self.accumulator.run(
             batch, micro_batch_size, named, check=lambda: check_no_gradients(named, parameters_of(self.optimizers))

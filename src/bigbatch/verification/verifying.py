@@ -63,7 +63,7 @@ def verify(
     """
     check_model(model)
     check_loss_fn(loss_fn)
-    check_one_process()
+    check_one_process("bb.verify")
     check_can_be_run_at_once(batch)
     if dtype not in MAX_DIFFERENCE:
         raise OptionError(f"dtype={dtype!r}; it is one of {', '.join(map(repr, MAX_DIFFERENCE))}.")
