@@ -25,9 +25,11 @@ torture: .venv/installed-for-test
 	.venv/bin/python -m tests.torture.kill_while_training
 	.venv/bin/python -m tests.torture.corrupt
 	.venv/bin/python -m tests.torture.disk_full
+	.venv/bin/python -m tests.torture.ranks --trials 200
 
 benchmark: .venv/installed-for-test
 	.venv/bin/python benchmarks/overhead.py
+	.venv/bin/python benchmarks/ranks.py
 
 # Long: more than an hour, and up to 6 GB of memory. Results are kept, so that it may be interrupted.
 accuracy: .venv/installed-for-test
