@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "tasks": {"words", "batch", "memory", "planning", "stepping", "verification", "training"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT) | {"bigbatch"}
-MAY_IMPORT["__main__"] = {"cli"}
+MAY_IMPORT["__main__"] = {"words", "training", "cli"}
 
 
 def module_name(path: Path) -> str:

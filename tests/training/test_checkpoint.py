@@ -205,7 +205,7 @@ def test_when_none_is_good_nobody_begins_again_by_accident(folder):
 def test_a_format_of_the_future_is_refused(folder, monkeypatch):
     monkeypatch.setattr("bigbatch.training.checkpoint.FORMAT_VERSION", 0)
 
-    with pytest.raises(bb.CheckpointError, match="it has format 1, and this bigbatch reads format 0"):
+    with pytest.raises(bb.CheckpointError, match="it has format 2, and this bigbatch reads format 0"):
         verified(folder / "step-00000002")
 
 
@@ -365,6 +365,6 @@ def test_tied_weights_are_written_once(tmp_path):
 def test_manifest_is_readable(folder):
     manifest = json.loads((folder / "step-00000002" / "manifest.json").read_text())
 
-    assert (manifest["format"], manifest["version"], manifest["step"]) == ("bigbatch checkpoint", 1, 2)
+    assert (manifest["format"], manifest["version"], manifest["step"]) == ("bigbatch checkpoint", 2, 2)
     assert manifest["files"]["state.bin"]["bytes"] == 3000
     assert len(manifest["files"]["state.bin"]["sha256"]) == 64

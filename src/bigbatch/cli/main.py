@@ -10,6 +10,7 @@ import typer
 
 from bigbatch.cli.bench import bench
 from bigbatch.cli.plan import plan
+from bigbatch.cli.speaking import tell
 from bigbatch.cli.train import train
 from bigbatch.cli.verify import verify
 from bigbatch.errors import BigBatchError
@@ -53,11 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0: all is well; 1: an error, or a check that failed; 2: the command line itself is wrong.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="bigbatch")
+        app(args=given, prog_name="bigbatch", obj=given)  # a command that starts ranks gives them the same arguments
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except BigBatchError as error:
-        print(f"bigbatch: {error}", file=sys.stderr)
+        tell(error)
         return 1
     return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from bigbatch.cli.speaking import sayer, speaking
 from bigbatch.errors import OptionError
 from bigbatch.memory.measure import device_bytes
 from bigbatch.reporting.comparison_text import peaks_text, runs_text, steps_text
@@ -21,11 +24,14 @@ from bigbatch.tasks.finding import find_task, has_variant
 from bigbatch.training.checkpoint import Checkpoints, Found, newest, verified
 from bigbatch.training.comparison import compare_runs, compare_steps, direct_peak_bytes
 from bigbatch.training.events import Listener, RunResult
+from bigbatch.training.group import Group, Parallel, device_of, joined
 from bigbatch.training.log import JsonLog, TensorBoardLog, make_run_dir, save_result
 from bigbatch.training.loop import Run
 from bigbatch.training.preflight import preflight
+from bigbatch.training.rank import Rank
 from bigbatch.training.resuming import resume
 from bigbatch.training.saving import Saver
+from bigbatch.training.sharding import whole
 from bigbatch.training.task import Task
 
 _CHECKPOINTS = "checkpoints"
@@ -39,7 +45,7 @@ class Wanted:
         task: Name of the task.
         variant: Arguments of its function.
         changes: Fields of the task that are replaced, where they are not None.
-        memory_budget, micro_batch_size, device, threads: As on the command line.
+        memory_budget, micro_batch_size, device, threads, parallel: As on the command line.
     """
 
     task: str
@@ -49,6 +55,7 @@ class Wanted:
     micro_batch_size: int | None
     device: str | None
     threads: int | None
+    parallel: Parallel = "ddp"
 
     def found(self, **variant: Any) -> Task:
         """The task, with what was changed."""
@@ -56,11 +63,12 @@ class Wanted:
         # The panel and the log show the norm, so a run from here asks for it.
         return dataclasses.replace(find_task(self.task, **{**self.variant, **variant}), grad_norm=True, **changes)
 
-    def prepare(self) -> torch.device:
-        """Set the threads, and choose the device.
+    def prepare(self, rank: Rank) -> torch.device:
+        """Set the threads, and choose the device of this rank.
 
         Raises:
             OptionError: There is no such device.
+            DistributedError: There are more ranks than cards.
         """
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -71,22 +79,26 @@ class Wanted:
             raise OptionError(f"--device {name} is no device; it is cpu or cuda.") from error
         if device.type == "cuda" and not torch.cuda.is_available():
             raise OptionError(f"--device {name}, but torch finds no CUDA here; use --device cpu.")
-        return device
+        return device_of(rank, name)
 
 
 def check(wanted: Wanted, *, num_steps: int) -> bool:
     """Make a pre-flight and print what it found."""
-    device, task = wanted.prepare(), wanted.found()
-    found = preflight(
-        task,
-        num_steps=num_steps,
-        device=device,
-        memory_budget=wanted.memory_budget,
-        micro_batch_size=wanted.micro_batch_size,
-        listeners=[_display(device)],
-    )
-    _say(preflight_text(found))
-    return found.go
+    rank = Rank.of()
+    device = wanted.prepare(rank)
+    with speaking(joined(rank, device, parallel=wanted.parallel)) as group:
+        say = sayer(group)
+        found = preflight(
+            wanted.found(),
+            num_steps=num_steps,
+            device=device,
+            memory_budget=wanted.memory_budget,
+            micro_batch_size=wanted.micro_batch_size,
+            listeners=_displays(group, device),
+            group=group,
+        )
+        say(preflight_text(found))
+    return found.go or not group.is_first
 
 
 @dataclass(frozen=True)
@@ -127,30 +139,65 @@ class Place:
 
 def train(wanted: Wanted, place: Place, *, tensorboard: bool, compare: bool) -> bool:
     """Train, save, print, and compare when asked; False when a comparison is out of its bounds."""
-    device, task = wanted.prepare(), wanted.found()
-    run = Run(task, device=device, memory_budget=wanted.memory_budget, micro_batch_size=wanted.micro_batch_size)
+    rank = Rank.of()
+    device = wanted.prepare(rank)
+    with speaking(joined(rank, device, parallel=wanted.parallel)) as group:
+        task = wanted.found()
+        result = _trained(wanted, task, device, group, place, tensorboard=tensorboard)
+    # The ranks have parted: the direct big batch is run by one process.
+    return _compare(wanted, task, device, result) if compare and group.is_first else True
+
+
+def _trained(
+    wanted: Wanted, task: Task, device: torch.device, group: Group, place: Place, *, tensorboard: bool
+) -> RunResult:
+    say = sayer(group)
+    run = Run(
+        task,
+        device=device,
+        memory_budget=wanted.memory_budget,
+        micro_batch_size=wanted.micro_batch_size,
+        group=group,
+    )
     # Only now that all of it is built: a task that cannot be leaves no empty folder behind.
-    folder = place.folder(task.name)
-    checkpoints = Checkpoints(folder / _CHECKPOINTS)
-    try:
-        found = place.checkpoint(checkpoints)
+    folder = group.from_first(lambda: place.folder(task.name))
+    with _open(folder / _CHECKPOINTS, group) as checkpoints:
+        found = group.from_first(lambda: None if checkpoints is None else place.checkpoint(checkpoints))
         if found is not None:
             for path, why in found.refused:
-                _say(f"checkpoint {path} cannot be used: {why}")
+                say(f"checkpoint {path} cannot be used: {why}")
             resume(run, found)
-            _say(f"goes on from {found.path}, which is as it was written")
-        first_step = run.info.first_step
-        if tensorboard:
-            run.listeners.append(TensorBoardLog(folder / "tensorboard", first_step=first_step))
-        run.listeners += [_display(device), JsonLog(folder / "log.jsonl", first_step=first_step)]
+            say(f"goes on from {found.path}, which is as it was written")
+        run.listeners += _displays(group, device)
+        if group.is_first:
+            run.listeners += _logs(folder, run.info.first_step, tensorboard=tensorboard)
         result = run.train(Saver(checkpoints, every=place.checkpoint_every))
+    # All ranks have a part of what is written, when it is spread over them.
+    model = whole(run.parts.model.state_dict()) if group.is_sharded else run.parts.model
+    if group.is_first:
+        files = save_result(folder, result, model, run.parts.options.ema)
+        say()
+        for line in closing(result, [str(path) for path in [*files, folder / "log.jsonl"]]):
+            say(line)
+    return result
+
+
+@contextmanager
+def _open(folder: Path, group: Group) -> Iterator[Checkpoints | None]:
+    """The checkpoints, on the rank that writes them."""
+    opened: list[Checkpoints] = []
+    group.from_first(lambda: opened.append(Checkpoints(folder)))
+    try:
+        yield opened[0] if opened else None
     finally:
-        checkpoints.close()
-    files = save_result(folder, result, run.parts.model, run.parts.options.ema)
-    _say()
-    for line in closing(result, [str(path) for path in [*files, folder / "log.jsonl"]]):
-        _say(line)
-    return _compare(wanted, task, device, result) if compare else True
+        for checkpoints in opened:
+            checkpoints.close()
+
+
+def _logs(folder: Path, first_step: int, *, tensorboard: bool) -> Iterator[Listener]:
+    if tensorboard:
+        yield TensorBoardLog(folder / "tensorboard", first_step=first_step)
+    yield JsonLog(folder / "log.jsonl", first_step=first_step)
 
 
 def _compare(wanted: Wanted, task: Task, device: torch.device, result: RunResult) -> bool:
@@ -181,10 +228,12 @@ def _exact_variant(wanted: Wanted, task: Task, result: RunResult) -> Task | None
     return dataclasses.replace(exact, name=f"{exact.name} with GroupNorm")
 
 
-def _display(device: torch.device) -> Listener:
+def _displays(group: Group, device: torch.device) -> list[Listener]:
+    if not group.is_first:
+        return []
     if sys.stdout.isatty():
-        return LivePanel(Console(), lambda: device_bytes(device).current_bytes)
-    return PlainLines(_say)
+        return [LivePanel(Console(), lambda: device_bytes(device).current_bytes)]
+    return [PlainLines(_say)]
 
 
 _say = partial(print, flush=True)

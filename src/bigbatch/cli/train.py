@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bigbatch.errors import RunStopped
+from bigbatch.training.rank import Rank
 
 
 class NormName(StrEnum):
@@ -27,6 +26,13 @@ class PrecisionName(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+
+
+class ParallelName(StrEnum):
+    """How several ranks train one model."""
+
+    DDP = "ddp"
+    FSDP2 = "fsdp2"
 
 
 TaskName = Annotated[
@@ -58,6 +64,19 @@ CheckpointEvery = Annotated[
     int | None,
     typer.Option(min=1, metavar="STEPS", help="Save the run every so many steps; without it, every ten minutes."),
 ]
+NumRanks = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc-per-node",
+        min=1,
+        metavar="RANKS",
+        help="Processes that share each batch: one for each card, or on CPU.",
+    ),
+]
+ParallelKind = Annotated[
+    ParallelName,
+    typer.Option("--parallel", help="ddp: each rank has all weights; fsdp2: they are spread over the ranks."),
+]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write curves for TensorBoard too.")]
 Check = Annotated[
     int | None,
@@ -69,6 +88,7 @@ Compare = Annotated[
 
 
 def train(
+    context: typer.Context,
     task: TaskName,
     batch_size: BatchSize = None,
     memory_budget: MemoryBudget = None,
@@ -80,6 +100,8 @@ def train(
     seed: Seed = None,
     device: Device = None,
     threads: Threads = None,
+    nproc_per_node: NumRanks = None,
+    parallel: ParallelKind = ParallelName.DDP,
     run_dir: RunDir = None,
     resume: Resume = None,
     checkpoint_every: CheckpointEvery = None,
@@ -88,12 +110,11 @@ def train(
     compare: Compare = False,
 ) -> None:
     """Train a task with its big batch inside a memory budget."""
-    if check is not None and compare:
-        raise typer.BadParameter("--check makes no run that --compare could compare; give one of them.")
-    if check is not None and (resume is not None or checkpoint_every is not None):
-        raise typer.BadParameter("--check keeps nothing; leave --resume and --checkpoint-every out.")
+    if check is not None:
+        _check_keeps_nothing(compare, resume, checkpoint_every)
     if resume == "auto" and run_dir is None:
         raise typer.BadParameter("--resume auto needs --run-dir, the folder of the run that is to go on.")
+    _start_ranks(context.obj, nproc_per_node)
     from bigbatch.cli import running  # loads torch
 
     wanted = running.Wanted(
@@ -110,21 +131,25 @@ def train(
         micro_batch_size=micro_batch_size,
         device=device,
         threads=threads,
+        parallel=parallel.value,
     )
     if check is not None:
-        all_is_well = running.check(wanted, num_steps=check)
-    else:
-        place = running.Place(run_dir, resume, checkpoint_every)
-        with _exit_when_stopped():
-            all_is_well = running.train(wanted, place, tensorboard=tensorboard, compare=compare)
-    raise typer.Exit(0 if all_is_well else 1)
+        raise typer.Exit(0 if running.check(wanted, num_steps=check) else 1)
+    place = running.Place(run_dir, resume, checkpoint_every)
+    raise typer.Exit(0 if running.train(wanted, place, tensorboard=tensorboard, compare=compare) else 1)
 
 
-@contextmanager
-def _exit_when_stopped() -> Iterator[None]:
-    """Say that the run was stopped, and exit as a shell says it of a process that a signal ended: 143 or 130."""
-    try:
-        yield
-    except RunStopped as stopped:
-        print(f"bigbatch: {stopped} To go on, give --run-dir {stopped.path.parents[1]} --resume auto.", flush=True)
-        raise typer.Exit(128 + stopped.signal_number) from None
+def _check_keeps_nothing(compare: bool, resume: str | None, checkpoint_every: int | None) -> None:
+    if compare:
+        raise typer.BadParameter("--check makes no run that --compare could compare; give one of them.")
+    if resume is not None or checkpoint_every is not None:
+        raise typer.BadParameter("--check keeps nothing; leave --resume and --checkpoint-every out.")
+
+
+def _start_ranks(arguments: Sequence[str], wanted: int | None) -> None:
+    """Run the same command on several ranks, if that is wanted and this is none of them, and exit with them."""
+    num_ranks = Rank.of().to_start(wanted)
+    if num_ranks:
+        from bigbatch.cli.launching import launch  # loads torch
+
+        raise typer.Exit(launch(arguments, num_ranks))

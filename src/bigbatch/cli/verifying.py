@@ -6,12 +6,13 @@ from bigbatch.cli.running import Wanted
 from bigbatch.reporting.verification_text import comparison_text
 from bigbatch.training.building import build
 from bigbatch.training.data import first_batch
+from bigbatch.training.rank import Rank
 from bigbatch.verification import verifying
 
 
 def verify(wanted: Wanted) -> bool:
     """Print how far a cut of the first batch is from the whole; whether they are equal."""
-    device, task = wanted.prepare(), wanted.found()
+    device, task = wanted.prepare(Rank()), wanted.found()
     parts = build(task, device)
     batch = first_batch(task, parts.train_data)
     found = verifying.verify(

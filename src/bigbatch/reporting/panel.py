@@ -43,10 +43,12 @@ class PlainLines(Listener):
         self._write = write
         self._seconds_between = seconds_between
         self._is_first = True
+        self._num_ranks = 1
         self._began = self._last_line = time.monotonic()
 
     def began(self, info: RunInfo) -> None:
         """Say what will be run."""
+        self._num_ranks = info.num_ranks
         self._write(opening(info))
 
     def fitting(self, budget_bytes: int) -> None:
@@ -61,7 +63,7 @@ class PlainLines(Listener):
         """Say how the batch is cut, once, and how the run goes, now and then."""
         is_first, self._is_first = self._is_first, False
         if is_first:
-            self._write(f"micro × accumulation × ranks: {identity(record.result.micro_batch_sizes)}")
+            self._write(f"micro × accumulation × ranks: {cut_text(record, self._num_ranks)}")
         if is_first or record.step == record.total_steps or self._is_due():
             self._print(step_text(record))
 
@@ -77,6 +79,11 @@ class PlainLines(Listener):
     def _print(self, line: str) -> None:
         self._write(line)
         self._last_line = time.monotonic()
+
+
+def cut_text(record: StepRecord, num_ranks: int) -> str:
+    """How the batch of a step is cut."""
+    return identity(record.result.micro_batch_sizes, num_ranks, batch_size=record.num_samples)
 
 
 def step_text(record: StepRecord) -> str:
@@ -145,8 +152,8 @@ class LivePanel(Listener):
     def stepped(self, record: StepRecord) -> None:
         """Show the step."""
         is_first = self._shown is not None and self._shown.step is None
-        if is_first:
-            line = identity(record.result.micro_batch_sizes)
+        if self._shown is not None and is_first:
+            line = cut_text(record, self._shown.info.num_ranks)
             self._console.print(f"micro × accumulation × ranks: {line}", highlight=False, markup=False)
             self._show(micro=line)
         self._show(now=is_first or record.step == record.total_steps, step=record)

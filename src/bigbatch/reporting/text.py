@@ -11,7 +11,7 @@ from bigbatch.training.preflight import Preflight
 from bigbatch.units import format_bytes, format_seconds
 
 
-def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1) -> str:
+def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1, *, batch_size: int | None = None) -> str:
     """How a batch is cut: micro-batch × accumulation × ranks = batch.
 
     >>> identity([64] * 8)
@@ -20,26 +20,30 @@ def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1) -> str:
     '60 × 9 × 1 = 512, the last holds 32'
     >>> identity([4, 3, 3])
     '4 × 3 × 1 = 10, the last 2 hold 3'
+    >>> identity([4, 3], 2, batch_size=13)
+    '4 × 2 × 2 = 13, the last holds 3, some ranks have a sample less'
 
     Args:
-        micro_batch_sizes: Samples in each micro-batch of one rank, in order.
-        num_ranks: Ranks that each run as many.
+        micro_batch_sizes: Samples in each micro-batch of the rank with most of them, in order.
+        num_ranks: Ranks that each run as many, or one less.
+        batch_size: Samples on all ranks; None: equally many on each.
     """
-    total = sum(micro_batch_sizes) * num_ranks
+    total = batch_size or sum(micro_batch_sizes) * num_ranks
     line = f"{max(micro_batch_sizes)} × {len(micro_batch_sizes)} × {num_ranks} = {total}"
     runs = [(size, len(list(same))) for size, same in groupby(micro_batch_sizes)]
     for size, count in runs[1:]:
         line += f", the last holds {size}" if count == 1 else f", the last {count} hold {size}"
-    return line
+    return line if total == sum(micro_batch_sizes) * num_ranks else f"{line}, some ranks have a sample less"
 
 
 def opening(info: RunInfo) -> str:
     """What a run is about to do, in one line."""
     budget = f", budget {format_bytes(info.budget_bytes)}" if info.budget_bytes else ""
     after = f", goes on after step {info.first_step}" if info.first_step else ""
+    ranks = f", {info.num_ranks} ranks" if info.num_ranks > 1 else ""
     return (
         f"{info.task}: {info.num_samples:,} samples, {info.num_parameters:,} parameters, batch {info.batch_size}, "
-        f"{info.num_epochs} epochs = {info.total_steps} steps on {info.device}{budget}{after}"
+        f"{info.num_epochs} epochs = {info.total_steps} steps on {info.device}{ranks}{budget}{after}"
     )
 
 

@@ -12,7 +12,9 @@ from torch import nn
 from bigbatch.errors import BigBatchWarning, TaskError
 from bigbatch.stepping.checks import optimizers_of
 from bigbatch.stepping.learning_rate import total_steps
+from bigbatch.training import randomness
 from bigbatch.training.data import check_map_style
+from bigbatch.training.group import ALONE, Group
 from bigbatch.training.task import Task
 from bigbatch.values import StepOptions
 
@@ -23,6 +25,7 @@ class Parts:
 
     Attributes:
         model: On the device of the run.
+        stepped: The model as a step gets it: wrapped, when there are several ranks.
         optimizers: In the order of the task.
         options: Of the step, with the scheduler and the EMA of this run.
         train_data: Map-style.
@@ -31,6 +34,7 @@ class Parts:
     """
 
     model: nn.Module
+    stepped: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...]
     options: StepOptions
     train_data: Any
@@ -43,11 +47,13 @@ class Parts:
         return self.options.ema if isinstance(self.options.ema, nn.Module) else self.model
 
 
-def build(task: Task, device: torch.device, *, dtype: torch.dtype | None = None) -> Parts:
+def build(task: Task, device: torch.device, *, dtype: torch.dtype | None = None, group: Group = ALONE) -> Parts:
     """Set the seed, and call the functions of a task once each.
 
     Args:
         dtype: Cast the model to it before the optimizer is made.
+        group: The ranks of the run. All begin with the weights of rank 0, and each goes on with random numbers of its
+            own; those of rank 0 are those of a run of one process.
 
     Raises:
         TaskError: A function returned what a run cannot use.
@@ -65,6 +71,10 @@ def build(task: Task, device: torch.device, *, dtype: torch.dtype | None = None)
         )
     torch.manual_seed(task.seed)
     model = _model_of(task).to(device=device, dtype=dtype)
+    if group.is_sharded and task.ema is not None:
+        raise TaskError("The task has an ema, and weights that are spread over ranks cannot be averaged yet: use DDP.")
+    # Before anything copies weights: they may have been drawn from something else than the seed of torch.
+    stepped = group.wrapped(model, device)
     num_steps = total_steps(len(train_data), task.batch_size, epochs=task.epochs)
     made = task.optimizer(model)
     optimizers = optimizers_of(made)
@@ -72,7 +82,9 @@ def build(task: Task, device: torch.device, *, dtype: torch.dtype | None = None)
         scheduler=task.scheduler(made, num_steps) if task.scheduler is not None else None,
         ema=task.ema(model) if task.ema is not None else None,
     )
-    return Parts(model, optimizers, options, train_data, eval_data, num_steps)
+    if not group.is_first:
+        randomness.begin("rank", task.seed, group.rank)
+    return Parts(model, stepped, optimizers, options, train_data, eval_data, num_steps)
 
 
 def _model_of(task: Task) -> nn.Module:

@@ -23,7 +23,7 @@ from bigbatch.values import check_positive
 _log = logging.getLogger("bigbatch")
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _FORMAT = "bigbatch checkpoint"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"

@@ -1,4 +1,4 @@
-"""The order of the data: whole logical batches, the same ones however they are cut, and whoever loads them."""
+"""The order of the data: whole logical batches, the same ones however they are cut, shared and loaded."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, default_collate
 
+from bigbatch.batch.structure import is_array, mapped
 from bigbatch.errors import TaskError
 from bigbatch.stepping.learning_rate import total_steps
+from bigbatch.training.randomness import seed_of
 from bigbatch.training.task import Task
 
 _Batch = tuple[int, list[int]]
@@ -56,45 +59,106 @@ class LogicalBatches:
             passed_over = 0
 
     def _order(self, epoch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(_seed_of("order", self.seed, epoch))
+        generator = torch.Generator().manual_seed(seed_of("order", self.seed, epoch))
         return torch.randperm(self.num_samples, generator=generator)
 
 
-def _seed_of(*names: str | int) -> int:
-    # torch's generator for the host takes 32 bits of a seed, so numbers cannot be packed side by side into it.
-    return random.Random(" ".join(map(str, names))).getrandbits(32)
+class Share(NamedTuple):
+    """What one rank loads of a batch.
+
+    Attributes:
+        step: Number of the step, from 0.
+        first: Place of its first sample in the batch.
+        indices: Of its samples; none when there are more ranks than samples.
+        example: Index of some sample of the batch, which says what none of them look like.
+    """
+
+    step: int
+    first: int
+    indices: list[int]
+    example: int
+
+
+class Shares:
+    """The share of one rank in every batch: neighbours in it, and at most one more or less than any other rank.
+
+    Each sample belongs to exactly one rank, and together they are the batch in its order, so that no sample is dropped
+    or seen twice, as it is when shares are made equal (``torch.utils.data.DistributedSampler``).
+
+    >>> batches = LogicalBatches(5, batch_size=3, epochs=1, seed=0)
+    >>> [[len(share.indices) for share in Shares(batches, rank, 4)] for rank in range(4)]
+    [[1, 1], [1, 0], [1, 1], [0, 0]]
+    """
+
+    def __init__(self, batches: LogicalBatches, rank: int, world_size: int):
+        self.batches = batches
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Share]:
+        for step, indices in self.batches:
+            # Rounded up: of a batch that is smaller than the number of ranks, the first rank gets a sample.
+            first, end = (-(-len(indices) * rank // self.world_size) for rank in (self.rank, self.rank + 1))
+            yield Share(step, first, indices[first:end], indices[0])
+
+
+class _NoSamples(NamedTuple):
+    """In the place of the samples of an empty share."""
+
+    example: Any
 
 
 class _SeededData:
-    """Samples of a batch, with random numbers of torch, Python and NumPy drawn from a seed of that batch.
+    """Samples of a share, with random numbers of torch, Python and NumPy drawn from a seed of that sample and step.
 
     So augmentation in ``data[index]`` is the same whatever the model drew in between (which depends on the size of
-    its micro-batches) and however many processes load the data.
+    its micro-batches), however many processes load the data, and whichever rank does. Data that makes several samples
+    at once (``__getitems__``) draws from the seed of the first.
     """
 
     def __init__(self, data: Any, seed: int):
         self.data = data
         self.seed = seed
 
-    def __getitems__(self, batch: _Batch) -> Sequence[Any]:
-        step, indices = batch
-        with _seeded(_seed_of("samples", self.seed, step)):
-            if hasattr(self.data, "__getitems__"):
-                return self.data.__getitems__(indices)
-            return [self.data[index] for index in indices]
+    def __getitems__(self, share: Share) -> Sequence[Any]:
+        data: Any = self.data
+        indices = share.indices or [share.example]
+        while type(data) is Subset:  # it has __getitems__ for the data in it, which may have none
+            data, indices = data.dataset, [data.indices[index] for index in indices]
+        draw = random.Random(f"samples {self.seed} {share.step}")
+        seeds = [draw.getrandbits(32) for _ in range(share.first + len(indices))][share.first :]
+        with _generators_put_back():
+            if hasattr(data, "__getitems__"):
+                _seed(seeds[0])
+                samples = data.__getitems__(indices)
+            else:
+                samples = [_seeded_sample(data, index, seed) for index, seed in zip(indices, seeds, strict=True)]
+        return samples if share.indices else _NoSamples(samples[0])
+
+
+def _seeded_sample(data: Any, index: int, seed: int) -> Any:
+    _seed(seed)
+    return data[index]
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draw from that seed, and leave the generators as they were."""
+def _generators_put_back() -> Iterator[None]:
+    """Leave the generators of the host as they were."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed)
             yield
     finally:
         random.setstate(before[0])
@@ -102,8 +166,10 @@ def _seeded(seed: int) -> Iterator[None]:
             numpy.random.set_state(before[1])
 
 
-def train_loader(task: Task, data: Any, *, first_step: int = 0) -> DataLoader[Any]:
-    """All logical batches of a run from a step on, in order. With ``collate`` each is a list of samples.
+def train_loader(task: Task, data: Any, *, first_step: int = 0, rank: int = 0, world_size: int = 1) -> DataLoader[Any]:
+    """The share of a rank in all logical batches of a run from a step on, in order.
+
+    With ``collate`` each is a list of samples. An empty share is an empty list, or tensors of length 0.
 
     One loader for all epochs: its processes start once and go on loading while the model is evaluated.
     """
@@ -112,8 +178,8 @@ def train_loader(task: Task, data: Any, *, first_step: int = 0) -> DataLoader[An
     )
     return DataLoader(
         _SeededData(data, task.seed),  # pyright: ignore[reportArgumentType]
-        batch_sampler=order,  # pyright: ignore[reportArgumentType]
-        collate_fn=_as_it_is if task.collate is not None else None,
+        batch_sampler=Shares(order, rank, world_size),  # pyright: ignore[reportArgumentType]
+        collate_fn=_as_they_are if task.collate is not None else _collated,
         num_workers=task.num_workers,
         worker_init_fn=_begin_worker,
         # Without a generator of its own the loader draws from the one that the model draws from.
@@ -121,16 +187,31 @@ def train_loader(task: Task, data: Any, *, first_step: int = 0) -> DataLoader[An
     )
 
 
-def first_batch(task: Task, data: Any) -> Any:
-    """The first logical batch of a run."""
-    return next(iter(train_loader(task, data)))
+def _as_they_are(samples: Any) -> list[Any]:
+    return [] if isinstance(samples, _NoSamples) else samples
 
 
-def eval_loader(task: Task, data: Any, batch_size: int) -> DataLoader[Any]:
-    """The evaluation data in its own order."""
+def _collated(samples: Any) -> Any:
+    if isinstance(samples, _NoSamples):
+        return mapped(_none_of, default_collate([samples.example]))
+    return default_collate(samples)
+
+
+def _none_of(leaf: Any) -> Any:
+    return leaf[:0] if is_array(leaf) or isinstance(leaf, list | tuple) else leaf
+
+
+def first_batch(task: Task, data: Any, *, rank: int = 0, world_size: int = 1) -> Any:
+    """The first logical batch of a run, or the share of a rank in it."""
+    return next(iter(train_loader(task, data, rank=rank, world_size=world_size)))
+
+
+def eval_loader(task: Task, data: Any, batch_size: int, *, rank: int = 0, world_size: int = 1) -> DataLoader[Any]:
+    """The evaluation data in its own order; of several ranks each has every so-many-th batch."""
+    batches = BatchSampler(SequentialSampler(data), batch_size, drop_last=False)
     return DataLoader(
         data,
-        batch_size=batch_size,
+        batch_sampler=_EverySoMany(batches, rank, world_size),  # pyright: ignore[reportArgumentType]
         collate_fn=task.collate,
         num_workers=task.num_workers,
         worker_init_fn=_begin_worker,
@@ -138,8 +219,14 @@ def eval_loader(task: Task, data: Any, batch_size: int) -> DataLoader[Any]:
     )
 
 
-def _as_it_is(samples: list[Any]) -> list[Any]:
-    return samples
+class _EverySoMany:
+    """Of what can be gone through: the one at ``first``, and every ``each``-th after it."""
+
+    def __init__(self, found: Iterable[Any], first: int, each: int):
+        self.found, self.first, self.each = found, first, each
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.found, self.first, None, self.each)
 
 
 def _begin_worker(worker: int) -> None:

@@ -36,6 +36,7 @@ class RunInfo:
         seed: Of the task.
         budget_bytes: The memory budget, or None.
         first_step: Steps that were made before, by a run that this one goes on from.
+        num_ranks: Processes that share each batch.
     """
 
     task: str
@@ -48,6 +49,7 @@ class RunInfo:
     seed: int
     budget_bytes: int | None = None
     first_step: int = 0
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -126,20 +128,22 @@ class RunResult:
         task: Name of the task.
         device: That it ran on.
         batch_size: Samples in a full logical batch.
-        micro_batch_sizes: Samples in each micro-batch of the first step, in order.
+        micro_batch_sizes: Samples in each micro-batch of the first step, in order; those of rank 0.
         num_steps: Optimizer steps, with those that were skipped.
         num_skipped: Steps that moved nothing.
         exactness: How far "equals the big batch" holds: the weakest of all steps.
         loss: Mean loss of the last epoch, as in ``EpochRecord``.
         metrics: Results of the last evaluation.
         budget_bytes: The memory budget, or None.
-        peak_bytes: Counted peak of a real steady step of this run; on CUDA, what the allocator counted.
+        peak_bytes: Counted peak of a real steady step of this run, of the rank that needed most; on CUDA, what the
+            allocator counted.
         peak_step: The step that was counted; the first one only when there was no other.
         seconds: From the first batch to the end of the last evaluation.
         fit_seconds: What choosing the micro-batch size took before that.
         samples_per_second: Training samples over ``seconds``.
         epochs: All epochs.
         noise_scale: Gradient noise scale after the last step, in samples, as in ``StepResult``; None: not asked for.
+        num_ranks: Processes that shared each batch.
     """
 
     task: str
@@ -159,6 +163,7 @@ class RunResult:
     samples_per_second: float
     epochs: tuple[EpochRecord, ...] = ()
     noise_scale: float | None = None
+    num_ranks: int = 1
 
 
 class Listener:

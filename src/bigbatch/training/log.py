@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bigbatch.errors import MissingExtraError, TaskError
+from bigbatch.training import weights
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
 from bigbatch.values import Plan
 
@@ -206,13 +207,21 @@ def _made(path: Path, *, exist_ok: bool) -> Path:
     return path
 
 
-def save_result(run_dir: Path, result: RunResult, model: nn.Module, ema: Any) -> list[Path]:
+def save_result(
+    run_dir: Path, result: RunResult, model: nn.Module | Mapping[str, torch.Tensor], ema: Any
+) -> list[Path]:
     """Write ``model.safetensors``, ``ema.safetensors`` when there is an averaged model, and ``result.json``.
+
+    Args:
+        run_dir: The folder of the run.
+        result: How it went.
+        model: The trained model, or its weights.
+        ema: Its average, or None.
 
     Returns:
         The files.
     """
-    models = {"model": model}
+    models: dict[str, nn.Module | Mapping[str, torch.Tensor]] = {"model": model}
     if isinstance(ema, nn.Module):
         models["ema"] = ema.module if isinstance(ema, torch.optim.swa_utils.AveragedModel) else ema
     files = [_written(run_dir / f"{name}.safetensors", _saver(one)) for name, one in models.items()]
@@ -221,9 +230,11 @@ def save_result(run_dir: Path, result: RunResult, model: nn.Module, ema: Any) ->
     return files
 
 
-def _saver(model: nn.Module) -> Callable[[Path], Any]:
+def _saver(model: nn.Module | Mapping[str, torch.Tensor]) -> Callable[[Path], Any]:
     from safetensors.torch import save_model
 
+    if isinstance(model, Mapping):
+        return lambda path: weights.write(weights.split(model)[0], path)
     return lambda path: save_model(model, str(path))  # knows tied weights, which save_file refuses
 
 

@@ -17,8 +17,10 @@ from bigbatch.training.building import Parts, build
 from bigbatch.training.data import eval_loader, first_batch, train_loader
 from bigbatch.training.evaluating import evaluate
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
+from bigbatch.training.group import ALONE, Group
 from bigbatch.training.progress import Progress
 from bigbatch.training.saving import Saver
+from bigbatch.training.sharding import reshard
 from bigbatch.training.task import Task
 from bigbatch.values import StepResult
 
@@ -32,6 +34,7 @@ class Run:
         micro_batch_size: Samples in one forward-backward, at most; with a budget, the plan has this size. With neither,
             a batch is run at once.
         listeners: Who hears of it; more can be added to ``run.listeners``.
+        group: The ranks that run it together, each with its share of every batch.
         count_every_step: Count the peak of all full steps and not of one. On CPU this takes time.
 
     Attributes:
@@ -54,16 +57,18 @@ class Run:
         micro_batch_size: int | None = None,
         listeners: Sequence[Listener] = (),
         count_every_step: bool = False,
+        group: Group = ALONE,
     ):
         self.task = task
         self.device = torch.device(device)
-        self.parts = build(task, self.device)
+        self.group = group
+        self.parts = build(task, self.device, group=group)
         self.peak_bytes: int | None = None
         self.peak_step: int | None = None
         self._count_every_step = count_every_step
         self.listeners = list(listeners)
         self.step = Step(
-            self.parts.model,
+            self.parts.stepped,
             task.loss_fn,
             self.parts.optimizers,
             memory_budget=memory_budget,
@@ -71,7 +76,7 @@ class Run:
             **vars(self.parts.options),
         )
         self.step.on_micro_batch = lambda number, count: self._tell("micro_batch", number, count)
-        self.info = _info_of(task, self.parts, self.step, self.device)
+        self.info = _info_of(task, self.parts, self.step, self.device, group)
         self.progress = Progress()
         self._clock = _Clock()
 
@@ -106,14 +111,18 @@ class Run:
         self._tell("began", self.info)
         self._clock.start(self.progress.seconds, self.progress.num_samples)
         first = self.progress.num_steps
-        loader = train_loader(self.task, self.parts.train_data, first_step=first)
+        loader = train_loader(self.task, self.parts.train_data, first_step=first, **self._of_this_rank)
         for index, batch in enumerate(islice(loader, limit), first):
             if index == first and self.step.budget_bytes is not None and self.step.plan is None:
                 # A run that goes on may begin with the rest of an epoch, which says nothing about a full batch.
-                self._fit(batch if index == 0 else first_batch(self.task, self.parts.train_data))
+                self._fit(batch if index == 0 else self.first_batch())
             record = self._make_step(index, batch)
             self._tell("stepped", record)
             yield record
+
+    def first_batch(self) -> Any:
+        """The first batch, or the share of this rank in it."""
+        return first_batch(self.task, self.parts.train_data, **self._of_this_rank)
 
     def bring_up_to_date(self) -> None:
         """Before the run is saved: note the time, and let everyone write what waits."""
@@ -126,8 +135,17 @@ class Run:
             return {}
         self._tell("evaluating")
         batch_size = self.task.eval_batch_size or self.step.micro_batch_size or self.task.batch_size
-        batches = eval_loader(self.task, self.parts.eval_data, batch_size)
-        return evaluate(self.task, self.parts.evaluated, batches, self.device)
+        # Ranks that have a part of the weights each need one another in every forward, so each runs all batches.
+        of_rank, group = ({}, ALONE) if self.group.is_sharded else (self._of_this_rank, self.group)
+        batches = eval_loader(self.task, self.parts.eval_data, batch_size, **of_rank)
+        try:
+            return evaluate(self.task, self.parts.evaluated, batches, self.device, group)
+        finally:
+            reshard(self.parts.model)
+
+    @property
+    def _of_this_rank(self) -> dict[str, int]:
+        return {"rank": self.group.rank, "world_size": self.group.world_size}
 
     @property
     def _steps_per_epoch(self) -> int:
@@ -188,9 +206,12 @@ class Run:
 
     def _result(self) -> RunResult:
         progress = self.progress
+        peaks = self.group.gathered((self.peak_bytes, self.peak_step))
+        peak_bytes, peak_step = max(peaks, key=lambda peak: peak[0] or 0)
         return RunResult(
             task=self.task.name,
-            device=str(self.device),
+            device=self.info.device,
+            num_ranks=self.group.world_size,
             batch_size=self.info.batch_size,
             micro_batch_sizes=progress.micro_batch_sizes,
             num_steps=progress.num_steps,
@@ -199,8 +220,8 @@ class Run:
             loss=progress.epochs[-1].loss,
             metrics=progress.epochs[-1].metrics,
             budget_bytes=self.step.budget_bytes,
-            peak_bytes=self.peak_bytes,
-            peak_step=self.peak_step,
+            peak_bytes=peak_bytes,
+            peak_step=peak_step,
             seconds=self._clock.seconds,
             fit_seconds=self._clock.fit_seconds,
             samples_per_second=self._clock.samples_per_second,
@@ -209,10 +230,11 @@ class Run:
         )
 
 
-def _info_of(task: Task, parts: Parts, step: Step, device: torch.device) -> RunInfo:
+def _info_of(task: Task, parts: Parts, step: Step, device: torch.device, group: Group) -> RunInfo:
     return RunInfo(
         task=task.name,
-        device=str(device),
+        device=str(device) if group.world_size == 1 else device.type,
+        num_ranks=group.world_size,
         num_parameters=sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
         num_samples=len(parts.train_data),
         batch_size=min(task.batch_size, len(parts.train_data)),

@@ -1,4 +1,4 @@
-"""The random number generators of a run, as values that can be saved: of torch, Python and NumPy."""
+"""The random number generators of a run: of torch, Python and NumPy, as values that can be saved, and from a seed."""
 
 from __future__ import annotations
 
@@ -32,6 +32,22 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     if state["numpy"] is not None and numpy is not None:
         key = numpy.asarray(state["numpy"]["state"]["key"], dtype=numpy.uint32)
         numpy.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
+
+
+def begin(*seed: str | int) -> None:
+    """Set the generators of this process to where a stream of that name begins."""
+    number = seed_of(*seed)
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(number)
+
+
+def seed_of(*names: str | int) -> int:
+    """A seed of its own for each name."""
+    # torch's generator for the host takes 32 bits of a seed, so numbers cannot be packed side by side into it.
+    return random.Random(" ".join(map(str, names))).getrandbits(32)
 
 
 def _plain(value: Any) -> Any:

@@ -14,8 +14,9 @@ from torch import nn
 
 from bigbatch.errors import CheckpointError, OptionError
 from bigbatch.training import randomness, weights
-from bigbatch.training.checkpoint import Found, Part
+from bigbatch.training.checkpoint import Found, Part, verified
 from bigbatch.training.progress import Progress
+from bigbatch.training.sharding import like_model, like_optimizer, whole
 
 if TYPE_CHECKING:
     from bigbatch.training.loop import Run
@@ -56,7 +57,8 @@ def check_can_be_saved(run: Run) -> None:
             )
     file = io.BytesIO()
     try:
-        torch.save(_without_numbers(_state_of(run)), file)
+        state = _state_of(run)
+        torch.save(_without_numbers({**state, "model": weights.split(state["model"])[1]}), file)
         torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
     except Exception as error:
         raise CheckpointError(
@@ -81,8 +83,8 @@ def _named(name: str, found: Any) -> Iterator[tuple[str, Any]]:
 
 def parts_of(run: Run) -> dict[str, Part]:
     """The files of a checkpoint of that run, as it is now."""
-    model, _ = weights.split(run.parts.model.state_dict())
     state = _state_of(run)
+    model, state["model"] = weights.split(state["model"])
     parts = {_MODEL: _weights_part(model)}
     ema = _ema_state(run)
     if ema is not None:
@@ -100,18 +102,19 @@ def _ema_state(run: Run) -> dict[str, Any] | None:
 
 
 def _state_of(run: Run) -> dict[str, Any]:
-    """All but the weights. The position is the number of steps: the order of the data follows from it and the seed."""
+    """All of it. The position is the number of steps: the order of the data follows from it and the seed."""
     step = run.step.state_dict()
     ema = _ema_state(run)
     if ema is not None:
         step["ema"] = weights.split(ema)[1]
     return {
-        "model": weights.split(run.parts.model.state_dict())[1],
-        "optimizers": [optimizer.state_dict() for optimizer in run.step.optimizers],
+        "model": whole(run.parts.model.state_dict()),
+        "optimizers": [whole(optimizer.state_dict()) for optimizer in run.step.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in run.step.schedulers],
         "step": step,
         "progress": run.progress.state_dict(),
-        "random": randomness.state(run.device),
+        # One for each rank: dropout draws other numbers on each.
+        "random": run.group.gathered(randomness.state(run.device)),
         "peak": (run.peak_bytes, run.peak_step),
         "budget_bytes": run.step.budget_bytes,
         "wanted_micro_batch_size": run.step.wanted_micro_batch_size,
@@ -135,16 +138,31 @@ def _num_bytes(value: Any) -> int:
 def resume(run: Run, found: Found) -> None:
     """Bring a run that has not begun to where the checkpoint was made.
 
-    All of it is read and compared with the run before anything in the run changes. With the memory budget and the
-    micro-batch size of the saved run, the cut is that of the saved run; otherwise it is chosen anew.
+    All of it is read and compared with the run before anything in the run changes, on any rank. With the memory
+    budget, the micro-batch size and the number of ranks of the saved run, the cut is that of the saved run; otherwise
+    it is chosen anew. On as many ranks, each goes on with its random numbers; on another number, with new ones.
 
     Raises:
         CheckpointError: The checkpoint is of another run; the message says what differs.
     """
+    state: dict[str, Any] = {}
+    problem = None
+    try:
+        state = _read(run, found)
+    except CheckpointError as error:
+        problem = error
+    run.group.agree(problem)
+    _load(run, found, state)
+
+
+def _read(run: Run, found: Found) -> dict[str, Any]:
+    """The state, which is one that the run can load."""
+    if not run.group.is_first:  # rank 0 has read all of it; this one may read another copy, on its own host
+        verified(found.path)
     _check_same("it is of another run", found, dict(found.about), about(run))
     model = weights.read(found.path / _MODEL)
     state = torch.load(found.path / _STATE, map_location="cpu", weights_only=True)
-    model |= state["model"]
+    model = state["model"] = model | state["model"]
     _check_same("the model is another one", found, _shapes(model), _shapes(run.parts.model.state_dict()))
     ema = _ema_state(run)
     if ema is not None:
@@ -153,36 +171,37 @@ def resume(run: Run, found: Found) -> None:
     groups = [[len(group["params"]) for group in one["param_groups"]] for one in state["optimizers"]]
     now = [[len(group["params"]) for group in one.param_groups] for one in run.step.optimizers]
     _check_same("the optimizers are others", found, {"parameters in groups": groups}, {"parameters in groups": now})
-    _load(run, found, model, state)
+    return state
 
 
-def _load(run: Run, found: Found, model: dict[str, Any], state: dict[str, Any]) -> None:
+def _load(run: Run, found: Found, state: dict[str, Any]) -> None:
     try:
         run.step.load_state_dict(state["step"])  # first, because it checks before it loads
     except OptionError as error:
         raise CheckpointError(f"The run cannot go on from {found.path}: {error}", path=found.path) from error
     _choose_cut(run, state)
-    run.parts.model.load_state_dict(model)
+    run.parts.model.load_state_dict(like_model(state["model"], run.parts.model))
     for optimizer, saved in zip(run.step.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(like_optimizer(saved, optimizer))
     for scheduler, saved in zip(run.step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     run.progress = Progress.of(state["progress"])
     run.info = dataclasses.replace(run.info, first_step=run.progress.num_steps)
     # Last: what draws random numbers while it is loaded leaves no trace.
-    randomness.restore(state["random"], run.device)
+    if len(state["random"]) == run.group.world_size:
+        randomness.restore(state["random"][run.group.rank], run.device)
+    else:
+        randomness.begin("rank", run.task.seed, run.group.rank, "after step", run.progress.num_steps)
 
 
 def _choose_cut(run: Run, state: dict[str, Any]) -> None:
     step = run.step
-    same = (state["budget_bytes"], state["wanted_micro_batch_size"]) == (
-        step.budget_bytes,
-        step.wanted_micro_batch_size,
-    )
-    if same:
+    saved = state["budget_bytes"], state["wanted_micro_batch_size"], len(state["random"])
+    if saved == (step.budget_bytes, step.wanted_micro_batch_size, run.group.world_size):
         run.peak_bytes, run.peak_step = state["peak"]
         return
-    # Of another budget. With a new one the size is measured at the first batch; with none, what fitted still fits.
+    # Of another budget, or of other shares. With a budget the size is measured at the first batch; with none, what
+    # fitted still fits.
     step.plan = None
     if step.budget_bytes is not None or step.wanted_micro_batch_size is not None:
         step.micro_batch_size = step.wanted_micro_batch_size

@@ -17,22 +17,27 @@ from bigbatch.values import check_positive
 
 if TYPE_CHECKING:
     from bigbatch.training.loop import Run
+    from bigbatch.training.notices import Notices
 
 SECONDS_BETWEEN = 600.0
+SECONDS_OF_AN_ECHO = 5.0
+"""Whoever ends a job of several ranks often tells both the processes and their launcher, which tells them again."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Saver:
-    """Saves a run between two steps.
+    """Saves a run between two steps. On several ranks all of them have one, and do it after the same step.
 
     Args:
-        checkpoints: Where to.
+        checkpoints: Where to; None on the ranks that do not write.
         every: Steps from one checkpoint to the next; None: ten minutes. With it, or when there is a checkpoint
             already, the end of the run is saved too.
         seconds_between: Instead of the ten minutes.
     """
 
-    def __init__(self, checkpoints: Checkpoints, *, every: int | None = None, seconds_between: float = SECONDS_BETWEEN):
+    def __init__(
+        self, checkpoints: Checkpoints | None, *, every: int | None = None, seconds_between: float = SECONDS_BETWEEN
+    ):
         if every is not None:
             check_positive("every", every)
         self.checkpoints = checkpoints
@@ -40,6 +45,9 @@ class Saver:
         self.seconds_between = seconds_between
         self._last = time.monotonic()
         self._stop: int | None = None
+        self._notices: Notices | None = None
+        self._seconds_of_an_echo = 0.0
+        self._heard_at = 0.0
 
     @contextmanager
     def at_work(self, run: Run) -> Iterator[None]:
@@ -51,6 +59,7 @@ class Saver:
             CheckpointError: The state of the run cannot be saved.
         """
         resuming.check_can_be_saved(run)
+        self._seconds_of_an_echo = SECONDS_OF_AN_ECHO if run.group.world_size > 1 else 0.0
         self._last = time.monotonic()
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -66,10 +75,17 @@ class Saver:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _heard(self, number: int, frame: Any) -> None:
-        self._stop = number
+        if self._stop is None:
+            self._stop, self._heard_at = number, time.monotonic()
+            if self._seconds_of_an_echo:
+                return
+        elif time.monotonic() - self._heard_at < self._seconds_of_an_echo:
+            return
         for other in _SIGNALS:
             if signal.getsignal(other) == self._heard:
                 signal.signal(other, signal.SIG_DFL)
+        if self._seconds_of_an_echo:
+            signal.raise_signal(number)
 
     def after_step(self, run: Run) -> None:
         """Save the run if it is time.
@@ -79,27 +95,39 @@ class Saver:
             RunStopped: It was told to stop, and is saved.
         """
         step, total = run.progress.num_steps, run.parts.total_steps
-        if self._stop is not None and step < total:
+        due = self._due(run, step)
+        if "stop" in due and step < total:
             path = self._save(run)
-            name = signal.Signals(self._stop).name
             raise RunStopped(
-                f"Stopped by {name} after step {step} of {total}, and saved in {path}.",
-                signal_number=self._stop,
+                f"Stopped by {signal.Signals(due['stop']).name} after step {step} of {total}, and saved in {path}.",
+                signal_number=due["stop"],
                 path=path,
             )
-        if self._is_due(step) or (step == total and self._saves_the_end()):
+        by_number = self.every is not None and step % self.every == 0
+        if by_number or "save" in due or (step == total and self._saves_the_end(run)):
             self._save(run)
 
-    def _is_due(self, step: int) -> bool:
-        if self.every is not None:
-            return step % self.every == 0
-        return time.monotonic() - self._last >= self.seconds_between
+    def _due(self, run: Run, step: int) -> dict[str, int]:
+        notices = self._notices = self._notices or run.group.notices()
+        if self._stop is not None:
+            notices.tell("stop", self._stop, step=step)
+        is_late = self.every is None and time.monotonic() - self._last >= self.seconds_between
+        # The clock of one rank is enough: with those of several, some would save and some would not.
+        if is_late and run.group.is_first:
+            notices.tell("save", step=step)
+        return notices.due(step=step)
 
-    def _saves_the_end(self) -> bool:
-        return self.every is not None or bool(paths_in(self.checkpoints.folder))
+    def _saves_the_end(self, run: Run) -> bool:
+        return self.every is not None or run.group.from_first(lambda: bool(paths_in(self._writer.folder)))
 
     def _save(self, run: Run) -> Path:
         run.bring_up_to_date()
-        path = self.checkpoints.save(run.progress.num_steps, resuming.parts_of(run), about=resuming.about(run))
+        parts, about = resuming.parts_of(run), resuming.about(run)
+        path = run.group.from_first(lambda: self._writer.save(run.progress.num_steps, parts, about=about))
         self._last = time.monotonic()
         return path
+
+    @property
+    def _writer(self) -> Checkpoints:
+        assert self.checkpoints is not None, "Only rank 0 writes."
+        return self.checkpoints
