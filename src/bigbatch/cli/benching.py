@@ -18,6 +18,7 @@ from bigbatch.reporting.frontier import needed
 from bigbatch.training.bench import BenchListener, bench
 from bigbatch.training.bench_result import BenchResult, BenchRow
 from bigbatch.training.log import make_run_dir
+from bigbatch.training.rank import Rank
 from bigbatch.training.ways import Ways
 from bigbatch.units import format_bytes
 
@@ -50,7 +51,7 @@ def run(wanted: Wanted, *, folder: Path | None, pictures: bool, **how: Any) -> N
         OptionError: An option cannot be.
         MissingExtraError: Pictures are wanted, and matplotlib is not installed.
     """
-    device, task = wanted.prepare(), wanted.found()
+    device, task = wanted.prepare(Rank()), wanted.found()
     if pictures:
         needed("matplotlib")
     with _without_warnings_of_each_step():
