@@ -167,7 +167,7 @@ GOOD_OPTIONS = [
     {"batch_dims": {"x": 1, "inputs.mask": None, "y.0": -1}},
 ]
 BAD_OPTIONS = [
-    ({"batch_norm": "sync"}, "batch_norm='sync'; it is one of 'merge', 'frozen', 'native'"),
+    ({"batch_norm": "sync"}, "batch_norm='sync'; it is one of 'merge', 'exact', 'frozen', 'native'"),
     ({"batch_norm": None}, "batch_norm=None; it is one of"),
     ({"batch_norm": ["merge"]}, r"batch_norm=\['merge'\]; it is one of"),
     ({"on_non_finite": "ignore"}, "on_non_finite='ignore'; it is one of 'raise', 'skip'"),

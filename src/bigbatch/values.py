@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Exactness = Literal["exact", "same in distribution", "approximate"]
 DropoutPolicy = Literal["native", "per-sample"]
-BatchNormPolicy = Literal["merge", "frozen", "native"]
+BatchNormPolicy = Literal["merge", "exact", "frozen", "native"]
 
 
 class _Json:
@@ -197,7 +197,8 @@ class StepOptions:
             parameters; ``"fp16"`` scales the loss. One's own ``GradScaler`` means fp16 with that scaler.
         scheduler: One or several learning rate schedulers, stepped once per optimizer step.
         ema: An ``AveragedModel`` or any object with ``update``, updated once per optimizer step.
-        batch_norm: ``"merge"``: one update of the running statistics per step, from the whole batch;
+        batch_norm: ``"merge"``: one update of the running statistics per step, from the whole batch; ``"exact"``:
+            layers normalise by the whole batch too, for loss and gradient of the big batch; see docs/batch-norm.md;
             ``"frozen"``: layers use their running statistics; ``"native"``: torch's, once per micro-batch.
         dropout: ``"native"``: torch draws the masks, in another order than the big batch would; ``"per-sample"``: masks
             depend on seed, step, sample and call alone, and any cut has those of the big batch; see docs/dropout.md.
@@ -243,7 +244,7 @@ class StepOptions:
     batch_dims: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("batch_norm", self.batch_norm, ("merge", "frozen", "native"))
+        _check_choice("batch_norm", self.batch_norm, ("merge", "exact", "frozen", "native"))
         _check_choice("dropout", self.dropout, ("native", "per-sample"))
         _check_choice("on_non_finite", self.on_non_finite, ("raise", "skip"))
         _check_choice("reduce", self.reduce, ("after", "overlap", "each"))

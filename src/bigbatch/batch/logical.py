@@ -137,6 +137,14 @@ def pieces_of(
     return Pieces([Piece(*part, w) for part, w in zip(parts, weights, strict=True)], len(parts), _added(weights))
 
 
+def read_to_the_end(pieces: Pieces) -> Pieces:
+    """The same micro-batches, all of them there: then it is known how many there are and what they weigh."""
+    if isinstance(pieces.pieces, list):
+        return pieces
+    found = list(pieces.pieces)
+    return Pieces(found, len(found), pieces.totals or _added([piece.weights for piece in found]))
+
+
 def _cut(batch: Any, micro_batch_size: int | None, options: StepOptions, smallest: int) -> list[tuple[Any, int]]:
     layout = lay_out(batch, options.batch_dims)
     sizes = micro_batch_sizes(layout.num_samples, micro_batch_size or layout.num_samples, smallest)

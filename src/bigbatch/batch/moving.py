@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from bigbatch.batch.logical import Piece
 from bigbatch.batch.structure import leaves, mapped
@@ -75,3 +76,10 @@ class _Mover:
         for value in leaves(micro_batch):
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(computing)
+
+
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """That of the first parameter; ``model.parameters()`` takes much longer to find it."""
+    found = (p for module in modules for p in module._parameters.values() if p is not None)
+    first = next(found, None)
+    return torch.device("cpu") if first is None else first.device

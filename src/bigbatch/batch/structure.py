@@ -128,3 +128,8 @@ def mapped(function: Any, value: Any) -> Any:
 def joined(path: str, name: str) -> str:
     """The dotted path of what is called ``name`` inside ``path``."""
     return f"{path}.{name}" if path else name
+
+
+def shapes_in(value: Any) -> tuple[tuple[int, ...] | None, ...]:
+    """Of the leaves; None for what is no array."""
+    return tuple(tuple(leaf.shape) if is_array(leaf) else None for leaf in leaves(value))

@@ -17,7 +17,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -148,6 +152,16 @@ class LiveBytes(TorchDispatchMode):
             if entry is not None and entry.storage is ref:
                 del self._live[key]
                 self._current[entry.device_type] -= entry.num_bytes
+
+
+def notice(tensor: torch.Tensor) -> None:
+    """Let every ``LiveBytes`` that is active see that a tensor's storage has another size now.
+
+    Not by an operation on it: on tensors without numbers that would give the storage its old size again.
+    """
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, LiveBytes):
+            mode._see_tensor(tensor)
 
 
 def _note(

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bigbatch.errors import RecomputeError, warn
 
@@ -30,6 +31,10 @@ class Host(Protocol):
 
     def to_device(self, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Begin to copy back what ``to_host`` returned."""
+        ...
+
+    def fill(self, stored: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Begin to copy back into memory that is there."""
         ...
 
     def wait(self, device: torch.device) -> None:
@@ -60,6 +65,13 @@ class PinnedHost:
         back.record_stream(stream)  # If nobody takes it, its memory is not given away in the middle of the copy.
         return back
 
+    def fill(self, stored: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Begin to copy back, after the work that is queued. The tensor must stay alive until ``wait``."""
+        streams, stream = _streams(tensor.device)
+        stream.wait_stream(streams.current_stream(tensor.device))
+        with streams.stream(stream):
+            tensor.copy_(stored, non_blocking=True)
+
     def wait(self, device: torch.device) -> None:
         """Let the stream that computes wait for the copies begun so far."""
         streams, stream = _streams(device)
@@ -79,6 +91,50 @@ class CountedHost:
     def to_device(self, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The same size on the device; its numbers are not those that were there."""
         return torch.empty_like(stored, device=device)
+
+    def fill(self, stored: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Its numbers are not known."""
+
+    def wait(self, device: torch.device) -> None:
+        """Nothing is under way."""
+
+
+class MeteredHost:
+    """Keeps numbers in this process and counts them, out of sight of ``LiveBytes``: a CPU then stands for a card.
+
+    Attributes:
+        moved_bytes: Copied there and back, together.
+        most_bytes: The most that lay here at once.
+    """
+
+    def __init__(self) -> None:
+        self.moved_bytes = self.most_bytes = self._bytes = 0
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy."""
+        with _disable_current_modes():
+            stored = tensor.detach().clone()
+        self.moved_bytes += stored.nbytes
+        self._bytes += stored.nbytes
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        weakref.finalize(stored, self._forget, stored.nbytes)
+        return stored
+
+    def _forget(self, num_bytes: int) -> None:
+        self._bytes -= num_bytes
+
+    def to_device(self, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy of the copy."""
+        # Not empty_like, an operation on what is to be out of sight.
+        back = torch.empty_strided(stored.shape, stored.stride(), dtype=stored.dtype, device=device)
+        self.fill(stored, back)
+        return back
+
+    def fill(self, stored: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy it into memory that is there."""
+        self.moved_bytes += tensor.nbytes
+        with _disable_current_modes():
+            tensor.copy_(stored)
 
     def wait(self, device: torch.device) -> None:
         """Nothing is under way."""
@@ -218,11 +274,18 @@ def _host_for(tensor: torch.Tensor) -> Host | None:
     is_plain = type(tensor) in (torch.Tensor, FakeTensor) and tensor.layout == torch.strided and not tensor.is_nested
     if not is_plain or not tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
         return None
-    pretended = _pretended.get()
-    if pretended is None and tensor.device.type not in ("cuda", "xpu"):
+    host = host_of(tensor.device)
+    if host is None:
         _warn_no_effect(tensor.device.type)
-        return None
-    return _PINNED if pretended is None else pretended
+    return host
+
+
+def host_of(device: torch.device) -> Host | None:
+    """Where tensors of this device go; None where they are in host memory already."""
+    pretended = _pretended.get()
+    if pretended is None and device.type in ("cuda", "xpu"):
+        return _PINNED
+    return pretended
 
 
 _PINNED = PinnedHost()

@@ -8,9 +8,10 @@ the parameters of the original (``AveragedModel`` copies its model). What must b
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,6 +91,29 @@ def take_off(module: nn.Module) -> None:
 def is_transformers_layer(module: nn.Module) -> bool:
     """Whether it has a switch of its own that can be used for this layer alone."""
     return isinstance(module, loaded_types("transformers.modeling_layers", "GradientCheckpointingLayer"))
+
+
+def has_forward_of_its_own(module: nn.Module) -> bool:
+    """Whether somebody has replaced the ``forward`` of this instance; recompute does not count."""
+    return _BEFORE["forward"] in module.__dict__ or ("forward" in module.__dict__ and not _is_ours(module, "forward"))
+
+
+@contextlib.contextmanager
+def computing(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Within the block the module computes ``function(module, ...)``, beneath its hooks and its recompute.
+
+    Args:
+        module: One that has no forward of its own.
+    """
+    name = _BEFORE["forward"] if module.__dict__.get(_ON) == "forward" else "forward"
+    before = module.__dict__.get(name)
+    module.__dict__[name] = types.MethodType(function, module)
+    try:
+        yield
+    finally:
+        del module.__dict__[name]
+        if before is not None:
+            module.__dict__[name] = before
 
 
 def check_can_be_put_on(module: nn.Module, name: str, *, in_group: bool) -> None:

@@ -135,6 +135,8 @@ class MemoryProfile:
         update_seconds: Of what comes once a step.
         timing: "measured" on the device, or "estimated" from operations and bytes.
         smallest_micro_batch: 2 when a layer uses statistics of the batch (BatchNorm), else 1.
+        whole_batch: All samples of a batch have to be there at once (BatchNorm under ``"exact"``), so that the only
+            micro-batch is the batch.
         device: "cpu" or "cuda".
         fallback: Why real tensors had to be used; None when shapes were enough.
         model: Class of the model.
@@ -160,6 +162,7 @@ class MemoryProfile:
     update_seconds: float = 0.0
     timing: Literal["measured", "estimated"] = "estimated"
     smallest_micro_batch: int = 1
+    whole_batch: bool = False
     device: str = "cpu"
     fallback: str | None = None
     model: str = ""

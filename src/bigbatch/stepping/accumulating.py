@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bigbatch.errors import OptionError
-from bigbatch.stepping.accumulator import Accumulator, named_like
+from bigbatch.stepping.accumulator import Accumulator
 from bigbatch.stepping.checks import check_parameters
 from bigbatch.stepping.insisting import insist
 from bigbatch.values import AFTER_THE_GRADIENT, StepOptions, StepResult, check_positive
@@ -66,7 +66,7 @@ def accumulate(
     if micro_batch_size is not None:
         check_positive("micro_batch_size", micro_batch_size)
     accumulator = Accumulator(model, loss_fn, wanted)
-    named = named_like(model, model.parameters() if parameters is None else check_parameters(parameters))
+    named = _named_like(model, model.parameters() if parameters is None else check_parameters(parameters))
     done = accumulator.run(batch, micro_batch_size, named, only_these=parameters is not None)
     try:
         done.shares.check_denominators()
@@ -91,3 +91,9 @@ def _check_concerns_the_gradient(options: StepOptions) -> None:
             'precision="fp16" scales the loss, and whoever steps must unscale it. Give the scaler that you step with: '
             "precision=scaler; the gradients are then scaled."
         )
+
+
+def _named_like(model: nn.Module, parameters: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the parameters that need a gradient, by their names in the model, or by their place in the list."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(parameters) if p.requires_grad}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,26 +11,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_at, pieces_of
-from bigbatch.batch.moving import on_device
-from bigbatch.batch.structure import is_array, leaves
-from bigbatch.batch.weighing import Weigher, for_term, has_ignored_labels
-from bigbatch.errors import BatchError, DistributedError, LossError, warn
+from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_at, pieces_of, read_to_the_end
+from bigbatch.batch.moving import device_of, on_device
+from bigbatch.batch.structure import shapes_in
+from bigbatch.batch.weighing import Weigher
+from bigbatch.errors import BatchError, DistributedError, LossError, OptionError
 from bigbatch.stepping import batchnorm
 from bigbatch.stepping.accumulation import Accumulation
-from bigbatch.stepping.checks import check_loss_fn, check_model
+from bigbatch.stepping.checks import (
+    check_loss_fn,
+    check_model,
+    check_something_counts,
+    nothing_counts,
+    warn_of_ignored_labels,
+)
 from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
 from bigbatch.stepping.hooks import HookWatch
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
-from bigbatch.stepping.losses import terms_of
+from bigbatch.stepping.losses import Term, terms_of
 from bigbatch.stepping.per_sample_dropout import NativeDropout, PerSampleDropout
 from bigbatch.stepping.placing import say_where
+from bigbatch.stepping.pooled_batchnorm import PooledBatchNorm, check_ranks
 from bigbatch.stepping.precision import Precision
 from bigbatch.stepping.ranks import Ranks
 from bigbatch.stepping.reducing import Reducer
 from bigbatch.stepping.settling import num_told, settle
 from bigbatch.stepping.shares import Share, Shares
+from bigbatch.stepping.side_by_side import run_side_by_side
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.stepping.whole_batch import TwoPasses, WholeBatchLoss
 from bigbatch.values import StepOptions
@@ -71,7 +79,7 @@ class Accumulator:
         self.model = model
         self.given_loss_fn = loss_fn
         self.options = options
-        self.device = _device_of(tuple(model.modules()))
+        self.device = device_of(tuple(model.modules()))
         self.precision = Precision(options.precision, self.device.type)
         self.two_passes = TwoPasses(loss_fn, self.precision) if isinstance(loss_fn, WholeBatchLoss) else None
         self.loss_fn = loss_fn if self.two_passes is None else self.two_passes.second
@@ -109,7 +117,7 @@ class Accumulator:
     def _look_at_modules(self) -> None:
         """Find the layers and buffers that need care; again only when modules have come or gone."""
         modules = tuple(self.model.modules())
-        self.device = _device_of(modules)
+        self.device = device_of(modules)
         if modules == self._modules:
             return
         self._modules = modules
@@ -118,13 +126,19 @@ class Accumulator:
         self._batch_norms = batchnorm.layers_of(self.model)
         statistics = batchnorm.MergedStatistics(self.model)
         self._statistics = statistics if self.options.batch_norm == "merge" and statistics.buffers() else None
+        self._pooled = PooledBatchNorm(self.model) if self.options.batch_norm == "exact" else None
         self._undo = Undo(self.model, left_out=self._statistics.buffers() if self._statistics else frozenset())
 
     @property
     def sees_batch_statistics(self) -> bool:
         """Whether some layer normalises by the micro-batch it gets."""
         policy = self.options.batch_norm
-        return any(batchnorm.uses_batch_statistics(layer, policy) for layer in self._batch_norms)
+        return policy != "exact" and any(batchnorm.uses_batch_statistics(layer, policy) for layer in self._batch_norms)
+
+    @property
+    def pools_statistics(self) -> bool:
+        """Whether some layer normalises by the whole batch, for which all micro-batches must be there."""
+        return self._pooled is not None and self._pooled.is_needed()
 
     @property
     def smallest_micro_batch(self) -> int:
@@ -199,7 +213,11 @@ class Accumulator:
 
     def _left_no_trace(self, done: Accumulation, watch: HookWatch) -> bool:
         """Whether nothing would be different if the micro-batches so far had not run, but for their gradients."""
-        statistics = self.sees_batch_statistics or (self._statistics is not None and self._statistics.is_active)
+        statistics = (
+            self.pools_statistics
+            or self.sees_batch_statistics
+            or (self._statistics is not None and self._statistics.is_active)
+        )
         if statistics or self._draws_anywhere or watch.hooks or done.shares.num_backwards > 1:
             return False
         if len({p.device for p in done.gradients.parameters}) > 1:
@@ -212,7 +230,7 @@ class Accumulator:
         try:
             pieces = self.ranks.cut(lambda: self._own_pieces(batch, size, check), list(self._weigher.by_term))
             self.check_size(pieces.part.num_samples)
-            _check_something_counts(pieces)
+            check_something_counts(pieces)
         except BaseException:
             self._undo.restore()  # a collate of the user's draws random numbers
             raise
@@ -222,6 +240,9 @@ class Accumulator:
         if check is not None:
             check()
         pieces = self.cut(batch, micro_batch_size)
+        if self.pools_statistics:
+            check_ranks()
+            pieces = read_to_the_end(pieces)
         self._check_weights_add_up(batch, pieces)
         return pieces
 
@@ -238,35 +259,19 @@ class Accumulator:
             raise
 
     def _loop(self, batch: Any, pieces: Pieces, done: Accumulation, watch: HookWatch) -> None:
-        scaler = self.precision.scaler
-        reached, counts = bool(done.sizes), False  # by an attempt before this one
         frozen = batchnorm.frozen(self.model) if self.options.batch_norm == "frozen" else nullcontext()
+        pooled = self._pooled if self.pools_statistics and pieces.count != 1 else None
+        if pooled is not None and self.two_passes is not None:
+            raise OptionError('A WholeBatchLoss and batch_norm="exact" do not go together. Give "merge" or "frozen".')
         with frozen, self._prepared(batch, pieces) as pieces:
-            last = len(pieces.pieces) if isinstance(pieces.pieces, list) else 0
-            for number, piece in enumerate(on_device(pieces.pieces, self.device), 1):
-                self.ranks.reducer.before_micro_batch(is_last=number == last)
-                if not piece.idle:
-                    self._begin_micro_batch(piece, pieces, done)
-                try:
-                    shares = self._forward(piece, done.shares)
-                    if shares:
-                        with self.dropout.backward():
-                            done.gradients.backward(shares, scaler.scale if scaler else None)
-                        reached = True
-                except Exception as error:
-                    say_where(error, done.sizes, pieces)
-                    raise
-                if number <= 2:
-                    watch.check()
-                counts = counts or any(piece.weights.values())
-                if self.keeping is not None:
-                    self.keeping.finished_one(done)
-                # Neither the graph nor the micro-batch may be there while the next one computes.
-                del shares, piece
+            if pooled is None:
+                reached = self._one_by_one(pieces, done, watch)
+            else:
+                reached = run_side_by_side(pooled, pieces, done, self.device, self._terms, self._backward)
         watch.check()
         self.check_size(sum(done.sizes))  # of an iterator it is only known now
         # A rank whose micro-batches count nothing has nothing to reach; alone, it was refused or has no weight.
-        if not reached and (counts or not self.ranks.are_several):
+        if not reached and not (self.ranks.are_several and nothing_counts(pieces)):
             raise LossError(_NOTHING_NEEDS_A_GRADIENT)
         self.ranks.reducer.check_reduced()
         self._finish(pieces, done)
@@ -278,10 +283,43 @@ class Accumulator:
             return nullcontext(pieces)
         return self.two_passes.prepared(self, batch, pieces, self._undo, self._statistics)
 
-    def _begin_micro_batch(self, piece: Piece, pieces: Pieces, done: Accumulation) -> None:
+    def _one_by_one(self, pieces: Pieces, done: Accumulation, watch: HookWatch) -> bool:
+        """Forward and backward of each micro-batch. Returns whether some loss needed a gradient."""
+        reached = bool(done.sizes)  # by an attempt before this one
+        last = len(pieces.pieces) if isinstance(pieces.pieces, list) else 0
+        for number, piece in enumerate(on_device(pieces.pieces, self.device), 1):
+            self.ranks.reducer.before_micro_batch(is_last=number == last)
+            if not piece.idle:
+                self._begin(piece, pieces, done)
+            try:
+                shares = self._forward(piece, done.shares)
+                if shares:
+                    self._backward(shares, done)
+                    reached = True
+            except Exception as error:
+                say_where(error, done.sizes, pieces)
+                raise
+            if number <= 2:
+                watch.check()
+            if self.keeping is not None:
+                self.keeping.finished_one(done)
+            # Neither the graph nor the micro-batch may be there while the next one computes.
+            del shares, piece
+        return reached
+
+    def _terms(self, piece: Piece, pieces: Pieces, done: Accumulation) -> list[Term]:
+        self._begin(piece, pieces, done)
+        return terms_of(self._call(piece))
+
+    def _begin(self, piece: Piece, pieces: Pieces, done: Accumulation) -> None:
         done.sizes.append(piece.num_samples)
         if self.on_micro_batch is not None:
             self.on_micro_batch(len(done.sizes), pieces.count)
+
+    def _backward(self, shares: list[Share], done: Accumulation) -> None:
+        scaler = self.precision.scaler
+        with self.dropout.backward():
+            done.gradients.backward(shares, scaler.scale if scaler else None)
 
     def _forward(self, piece: Piece, shares: Shares) -> list[Share]:
         """Loss of one micro-batch, as what of it is to be backpropagated."""
@@ -300,7 +338,7 @@ class Accumulator:
 
     def _call(self, piece: Piece) -> Any:
         if self._statistics:
-            self._statistics.before_forward(lambda: self._call_loss_fn(piece), lambda: _shape_of(piece))
+            self._statistics.before_forward(lambda: self._call_loss_fn(piece), lambda: shapes_in(piece.micro_batch))
         returned = self._call_loss_fn(piece)
         if self._statistics and not piece.idle:
             self._statistics.after_forward()
@@ -326,7 +364,7 @@ class Accumulator:
         if not self._labels_were_seen and pieces.count != 1:
             self._labels_were_seen = True
             if self._weigher.is_default and done.shares.has_means:
-                _warn_of_ignored_labels(pieces)
+                warn_of_ignored_labels(pieces)
 
     def _check_weights_add_up(self, batch: Any, pieces: Pieces) -> None:
         """A weight of the user's own is tried on the whole batch once; the others are known to add up."""
@@ -342,54 +380,20 @@ class Accumulator:
         self._undo.let_go()
         if self._statistics:
             self._statistics.commit()
+        if self._pooled is not None:
+            self._pooled.commit()
 
     def abandon(self, done: Accumulation, *, random_numbers: bool = True) -> None:
         """The step does not count: put gradients, buffers and, unless told otherwise, random numbers back."""
         done.gradients.restore()
         if self._statistics:
             self._statistics.restore()
+        if self._pooled is not None:
+            self._pooled.forget()
         self._undo.restore(random_numbers=random_numbers)
-
-
-def named_like(model: nn.Module, parameters: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of the parameters that need a gradient, by their names in the model, or by their place in the list."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(parameters) if p.requires_grad}
 
 
 _NOTHING_NEEDS_A_GRADIENT = (
     "The loss does not depend on any parameter that needs a gradient. Something between the parameters and the loss "
     "runs under torch.no_grad(), calls .detach() or .item(), or all parameters are frozen (requires_grad=False)."
 )
-
-
-def _check_something_counts(pieces: Pieces) -> None:
-    for term, total in (pieces.totals or {}).items():
-        if total == 0:
-            raise LossError(
-                f"The weight{for_term(term)} is 0 over the whole batch: nothing in it counts (for example, every token "
-                f"is padding), so its mean loss is 0 / 0. Leave such a batch out."
-            )
-
-
-def _warn_of_ignored_labels(pieces: Pieces) -> None:
-    if isinstance(pieces.pieces, list) and any(has_ignored_labels(piece.micro_batch) for piece in pieces.pieces):
-        warn(
-            "Labels hold -100, which a mean over tokens leaves out, but the micro-batches were weighed by samples. "
-            "Write "
-            'weight="tokens", or weight="next_tokens" for a model that shifts the labels inside (for a leaf that is '
-            'named "labels"; a function otherwise: weight=lambda batch: (batch[1] != -100).sum()); weight="samples" '
-            "if the loss "
-            "is a mean over samples after all."
-        )
-
-
-def _device_of(modules: Iterable[nn.Module]) -> torch.device:
-    """That of the first parameter; ``model.parameters()`` takes much longer to find it."""
-    found = (p for module in modules for p in module._parameters.values() if p is not None)
-    first = next(found, None)
-    return torch.device("cpu") if first is None else first.device
-
-
-def _shape_of(piece: Piece) -> Any:
-    return tuple(tuple(value.shape) if is_array(value) else None for value in leaves(piece.micro_batch))

@@ -57,12 +57,18 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass
-class _Merged:
-    """Statistics of one call of a layer in each forward, over the micro-batches so far."""
+class Merged:
+    """Statistics of one call of a layer in each forward, over the micro-batches so far.
+
+    Attributes:
+        count: Values per channel.
+        mean: Per channel.
+        squares: Sum of squared differences from the mean; for InstanceNorm, count times the variance.
+    """
 
     count: float
     mean: torch.Tensor
-    squares: torch.Tensor  # sum of squared differences from the mean; for InstanceNorm, count times the variance
+    squares: torch.Tensor
 
 
 class _Layer:
@@ -76,7 +82,7 @@ class _Layer:
         self.before = [module.running_mean.clone(), module.running_var.clone()]
         self.tracked_before = None if module.num_batches_tracked is None else module.num_batches_tracked.clone()
         self.counts: list[int] = []  # values per channel in each call of the current forward
-        self.merged: list[_Merged] = []
+        self.merged: list[Merged] = []
 
     def clear(self) -> None:
         # Through .data: backward checks that the statistics it was given are the same version, and does not use them.
@@ -95,16 +101,16 @@ class _Layer:
     def read(self) -> None:
         """After a call: merge what it left in the running statistics."""
         call, count = len(self.counts) - 1, self.counts[-1]
-        momentum = self._momentum(1) or 1.0  # with 0 nothing was written, and nothing will be
+        momentum = _momentum(self.module, 1) or 1.0  # with 0 nothing was written, and nothing will be
         wide = at_least_float32(self.module.running_mean.dtype)
         mean = self.module.running_mean.to(wide) / momentum
         squares = self.module.running_var.to(wide) / momentum * (count - 1 if self.pools_samples else count)
         if call == len(self.merged):
-            self.merged.append(_Merged(count, mean, squares))
+            self.merged.append(Merged(count, mean, squares))
         else:
             self._merge(self.merged[call], count, mean, squares)
 
-    def _merge(self, into: _Merged, count: float, mean: torch.Tensor, squares: torch.Tensor) -> None:
+    def _merge(self, into: Merged, count: float, mean: torch.Tensor, squares: torch.Tensor) -> None:
         total = into.count + count
         difference = mean - into.mean
         into.mean += difference * (count / total)
@@ -112,12 +118,6 @@ class _Layer:
         if self.pools_samples:
             into.squares += difference.square() * (into.count * count / total)
         into.count = total
-
-    def _momentum(self, num_tracked: float) -> float:
-        if self.module.momentum is not None:
-            return self.module.momentum
-        # None is a cumulative average, which InstanceNorm does not have.
-        return 1.0 / num_tracked if self.pools_samples else 0.0
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -128,18 +128,33 @@ class _Layer:
 
     def commit(self) -> None:
         self.restore()
-        with torch.no_grad():
-            for merged in self.merged:
-                tracked: torch.Tensor | None = self.module.num_batches_tracked
-                if tracked is not None and self.pools_samples:
-                    tracked.add_(1)
-                averages_all = (
-                    self.module.momentum is None
-                )  # and only then the count is read, for it may be on a device
-                momentum = self._momentum(tracked.item() if averages_all and tracked is not None else 1)
-                variance = merged.squares / max(merged.count - 1 if self.pools_samples else merged.count, 1)
-                self.module.running_mean.lerp_(merged.mean.to(self.module.running_mean.dtype), momentum)
-                self.module.running_var.lerp_(variance.to(self.module.running_var.dtype), momentum)
+        for merged in self.merged:
+            update_running_statistics(self.module, merged)
+
+
+def update_running_statistics(module: Any, merged: Merged) -> None:
+    """Take the statistics of one call into the running ones, as the layer would have done.
+
+    Args:
+        module: A BatchNorm or InstanceNorm layer that has them.
+    """
+    pools_samples = isinstance(module, _BatchNorm)
+    tracked: torch.Tensor | None = module.num_batches_tracked
+    with torch.no_grad():
+        if tracked is not None and pools_samples:
+            tracked.add_(1)
+        averages_all = module.momentum is None  # and only then the count is read, for it may be on a device
+        momentum = _momentum(module, tracked.item() if averages_all and tracked is not None else 1)
+        variance = merged.squares / max(merged.count - 1 if pools_samples else merged.count, 1)
+        module.running_mean.lerp_(merged.mean.to(module.running_mean.dtype), momentum)
+        module.running_var.lerp_(variance.to(module.running_var.dtype), momentum)
+
+
+def _momentum(module: Any, num_tracked: float) -> float:
+    if module.momentum is not None:
+        return module.momentum
+    # None is a cumulative average, which InstanceNorm does not have.
+    return 1.0 / num_tracked if isinstance(module, _BatchNorm) else 0.0
 
 
 class MergedStatistics:
@@ -251,7 +266,7 @@ class MergedStatistics:
                     numbers = like.new_tensor([next(source) for _ in range(2 * like.numel())])
                     mean, squares = numbers.view(2, *like.shape)
                     if call == len(layer.merged):
-                        layer.merged.append(_Merged(count, mean.clone(), squares.clone()))
+                        layer.merged.append(Merged(count, mean.clone(), squares.clone()))
                     else:
                         layer._merge(layer.merged[call], count, mean, squares)
 

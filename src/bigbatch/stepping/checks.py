@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from bigbatch.errors import ArgumentError, DistributedError, GradientError, OptionError
+from bigbatch.batch.logical import Pieces
+from bigbatch.batch.weighing import for_term, has_ignored_labels
+from bigbatch.errors import ArgumentError, DistributedError, GradientError, LossError, OptionError, warn
 from bigbatch.units import format_names
 
 _A_LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
@@ -185,3 +187,31 @@ def check_no_gradients(named: dict[str, torch.Tensor], of_optimizers: Sequence[t
 
 def _described(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def check_something_counts(pieces: Pieces) -> None:
+    """Raise ``LossError`` where the weight of the whole batch is known to be 0."""
+    for term, total in (pieces.totals or {}).items():
+        if total == 0:
+            raise LossError(
+                f"The weight{for_term(term)} is 0 over the whole batch: nothing in it counts (for example, every token "
+                f"is padding), so its mean loss is 0 / 0. Leave such a batch out."
+            )
+
+
+def nothing_counts(pieces: Pieces) -> bool:
+    """Whether every micro-batch has the weight 0; they must be at hand."""
+    return not any(any(piece.weights.values()) for piece in pieces.pieces)
+
+
+def warn_of_ignored_labels(pieces: Pieces) -> None:
+    """Warn where labels hold -100 and micro-batches were weighed by samples."""
+    if isinstance(pieces.pieces, list) and any(has_ignored_labels(piece.micro_batch) for piece in pieces.pieces):
+        warn(
+            "Labels hold -100, which a mean over tokens leaves out, but the micro-batches were weighed by samples. "
+            "Write "
+            'weight="tokens", or weight="next_tokens" for a model that shifts the labels inside (for a leaf that is '
+            'named "labels"; a function otherwise: weight=lambda batch: (batch[1] != -100).sum()); weight="samples" '
+            "if the loss "
+            "is a mean over samples after all."
+        )

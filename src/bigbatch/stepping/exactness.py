@@ -9,6 +9,6 @@ WHY_NOT_EXACT = {
     ),
     "approximate": (
         "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for "
-        'all samples. Larger micro-batches come closer; GroupNorm or batch_norm="frozen" is exact.'
+        'all samples. Larger micro-batches come closer; GroupNorm, batch_norm="exact" or "frozen" is exact.'
     ),
 }

@@ -66,13 +66,12 @@ def profile(
     """
     planner = _planner(model, loss_fn, batch, optimizer, device, card, options)
     try:
-        if calibrate:
-            return planner.timed(_MOST_TIMED, None)
-        return planner.traced
+        found = planner.timed(_MOST_TIMED, None) if calibrate else planner.traced
     except TraceError as error:
         if not planner.can_run:
             raise
-        return _measured(planner, str(error))
+        found = _measured(planner, str(error))
+    return replace(found, whole_batch=planner.pooled is not None)
 
 
 def plan(
@@ -135,6 +134,8 @@ def plan(
                 "A plan from a profile takes what to plan for, and the profile knows the rest: "
                 'bb.plan(profile, batch_size=64, memory_budget="8GiB").'
             )
+        if profile_or_model.whole_batch:
+            micro_batch_size = _only_size(micro_batch_size, batch_size)
         try:
             found = search(
                 profile_or_model,
@@ -167,6 +168,15 @@ def _largest_share(batch_size: int | None, world_size: int) -> int | None:
         return None
     check_positive("batch_size", batch_size)
     return -(-batch_size // world_size)
+
+
+def _only_size(micro_batch_size: int | None, batch_size: int) -> int:
+    if micro_batch_size is not None and micro_batch_size < batch_size:
+        raise OptionError(
+            f'The profile is of a step with batch_norm="exact", whose micro-batches of {micro_batch_size} would run '
+            f"side by side; what that needs is found by tracing it. Plan from the model: bb.plan(model, loss_fn, ...)."
+        )
+    return batch_size
 
 
 def _names_in(recompute: Recompute) -> list[str]:

@@ -20,6 +20,7 @@ from bigbatch.planning.search import MARGIN, Recompute, nothing_fits, search
 from bigbatch.planning.simulate import Simulation
 from bigbatch.planning.timeline import Timeline, read_timeline
 from bigbatch.stepping import sizing
+from bigbatch.stepping.pooled_plans import as_one_micro_batch, plan_pooled, sizes_in_lockstep
 from bigbatch.stepping.pricing import Roofline
 from bigbatch.stepping.profiling import bytes_of_batch, profile_of
 from bigbatch.stepping.shadow import Shadow
@@ -51,6 +52,7 @@ class Planner:
 
     Attributes:
         margin: Share of the budget that plans leave free.
+        pooled: The step, if its BatchNorm layers normalise by the whole batch; else None.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Planner:
         blocks: Sequence[str] = (),
     ):
         sizing.check_can_be_cut(step, batch)
-        self.step = step
+        # Layers that pool the whole batch are as torch's own when it is one micro-batch, which is what profiles are of.
+        self.pooled = step if step.accumulator.pools_statistics else None
+        self.step = as_one_micro_batch(step) if self.pooled else step
         self.batch = batch
         self._blocks = blocks
         self.margin = MARGIN
@@ -95,7 +99,7 @@ class Planner:
             BudgetError: Nothing fits.
             OptionError: All blocks are to be recomputed; which modules these are is found by tracing.
         """
-        step = self.step
+        step = self.pooled or self.step
         if recompute == "all":
             raise OptionError(
                 'recompute="all" is all blocks of a model, which are found by tracing it, and this one cannot be '
@@ -164,6 +168,9 @@ class Planner:
 
     def peaks(self, plan: Plan, batch_size: int) -> tuple[int, int]:
         """The peak of tensors alone, and that with the workspace of kernels as far as ``timed`` has measured it."""
+        if self._is_in_lockstep(plan, batch_size):
+            record = self.lockstep_shadow.run(sizes_in_lockstep(plan, batch_size), plan)
+            return record.peak_bytes, max(record.peak_bytes, math.ceil(record.most_in_kernels))
         sizes = self.sizes_of(plan, batch_size)
         record = self.shadow.run(self._to_be_traced(sizes), plan)
         added = self._batch_bytes(sizes) - record.micro_batch_bytes
@@ -175,6 +182,11 @@ class Planner:
         Raises:
             RecomputeError: The plan does not go with the model.
         """
+        if self._is_in_lockstep(plan, batch_size):
+            raise OptionError(
+                'Micro-batches with batch_norm="exact" run side by side, and a timeline shows them one by one. Leave '
+                "micro_batch_size out, or draw the plan of another batch_norm."
+            )
         profile, sizes = self.traced, self.sizes_of(plan, batch_size)
         price = Roofline(self.card)
         record = self.shadow.run(self._to_be_traced(sizes), plan, closely=True, gradients=True, price=price)
@@ -191,6 +203,16 @@ class Planner:
         if self.step.accumulator.two_passes is not None:
             return sizes
         return [sizes[0], *([max(sizes[1:])] if len(sizes) > 1 else [])]
+
+    @cached_property
+    def lockstep_shadow(self) -> Shadow:
+        """The step without numbers whose micro-batches run side by side; made at its first use."""
+        found = Shadow(self.pooled or self.step, self.batch, self.device)
+        found.workspaces = self.shadow.workspaces
+        return found
+
+    def _is_in_lockstep(self, plan: Plan, batch_size: int) -> bool:
+        return self.pooled is not None and plan.micro_batch_size < batch_size
 
     def sizes_of(self, plan: Plan, batch_size: int) -> list[int]:
         """Samples in each micro-batch."""
@@ -215,6 +237,8 @@ class Planner:
         Raises:
             BudgetError: There is none.
         """
+        if self.pooled is not None and (micro_batch_size is None or micro_batch_size < batch_size):
+            return plan_pooled(self, profile, batch_size, budget_bytes, micro_batch_size, recompute)
         budget = UNLIMITED if budget_bytes is None else budget_bytes
 
         def choose(target: int) -> Plan:

@@ -179,7 +179,8 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
     """Peak bytes of a steady step; see ``Step.measure``.
 
     Two micro-batches are run: the first, and the one with most bytes of the others, which has the gradients of the
-    first beside it. A steady step has its optimizer state from the beginning, so that is made before.
+    first beside it; or all of them, where BatchNorm layers need them at once. A steady step has its optimizer state
+    from the beginning, so that is made before.
     """
     accumulator = step.accumulator
     held = [step.model, *step.optimizers, step.options.ema]
@@ -205,6 +206,8 @@ def _to_be_run(step: Step, batch: Any, micro_batch_size: int | None) -> tuple[Lo
     all_of_them = [piece.micro_batch for piece in pieces]
     if step.accumulator.two_passes is not None:
         return LogicalBatch(all_of_them, whole=whole_of(batch, pieces, step.options)), all_of_them
+    if step.accumulator.pools_statistics:  # their graphs are there together
+        return LogicalBatch(all_of_them), all_of_them
     # One without weight is not backpropagated, and needs less.
     counting = [piece.micro_batch for piece in pieces if any(piece.weights.values())]
     rest = sorted(counting[1:], key=_num_bytes, reverse=True)

@@ -56,11 +56,12 @@ def batch_norms(runs: Runs, worst: float) -> list[str]:
         for name, layer in named
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and batchnorm.uses_batch_statistics(layer, policy)
     }
-    if not found:
+    if not found or policy == "exact":
         return []
     text = (
         f"BatchNorm: {_layers(list(found))} {_s('see', found)} the statistics of each micro-batch, and not of "
-        f'the whole batch (up to {worst:.1e} off). Take GroupNorm, give batch_norm="frozen", or {_at_once(runs)}.'
+        f'the whole batch (up to {worst:.1e} off). Take GroupNorm, give batch_norm="exact" or '
+        f'batch_norm="frozen", or {_at_once(runs)}.'
     )
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in found.values()):
         text += " SyncBatchNorm joins ranks, not micro-batches."

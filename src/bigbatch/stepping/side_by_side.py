@@ -1,0 +1,52 @@
+"""The micro-batches of a step side by side: all forwards, which meet at each BatchNorm, and one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from bigbatch.batch.logical import Piece, Pieces
+from bigbatch.batch.moving import on_device
+from bigbatch.batch.structure import leaves
+from bigbatch.stepping.accumulation import Accumulation
+from bigbatch.stepping.losses import Term
+from bigbatch.stepping.placing import say_where
+from bigbatch.stepping.pooled_batchnorm import PooledBatchNorm
+from bigbatch.stepping.shares import Share
+
+
+def run_side_by_side(
+    pooled: PooledBatchNorm,
+    pieces: Pieces,
+    done: Accumulation,
+    device: torch.device,
+    terms_of: Callable[[Piece, Pieces, Accumulation], list[Term]],
+    backward: Callable[[list[Share], Accumulation], None],
+) -> bool:
+    """Forwards of all micro-batches and their backward. Returns whether some loss needed a gradient.
+
+    Args:
+        pooled: What joins the statistics.
+        pieces: The micro-batches, at hand.
+        done: Gets what they leave.
+        device: Where the model is.
+        terms_of: Runs the forward of one of them.
+        backward: Of all losses at once.
+    """
+    found = list(on_device(pieces.pieces, device))
+    batch = [value for piece in found for value in leaves(piece.micro_batch) if isinstance(value, torch.Tensor)]
+    with pooled.running(device, batch):
+        try:
+            terms = pooled.forwards([partial(terms_of, piece, pieces, done) for piece in found])
+        except Exception as error:
+            if pooled.failed is not None:
+                say_where(error, done.sizes[: pooled.failed + 1], pieces)
+            raise
+        parts = [done.shares.of(*pair) for pair in zip(terms, found, strict=True)]
+        shares = [share for part in parts for share in part if share.value.requires_grad]
+        del terms, parts
+        if shares:
+            backward(shares, done)
+    return bool(shares)
