@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bigbatch.batch.loading import LogicalBatchLoader
     from bigbatch.batch.logical import LogicalBatch
     from bigbatch.errors import (
         ArgumentError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         DistributedError,
         EmptyBatchError,
         GradientError,
+        LengthError,
         LossError,
         MissingExtraError,
         NonFiniteError,
@@ -64,7 +66,9 @@ _HOME = {
     "DistributedError": _ERRORS,
     "EmptyBatchError": _ERRORS,
     "GradientError": _ERRORS,
+    "LengthError": _ERRORS,
     "LogicalBatch": "bigbatch.batch.logical",
+    "LogicalBatchLoader": "bigbatch.batch.loading",
     "LossError": _ERRORS,
     "MemoryProfile": "bigbatch.planning.costs",
     "MissingExtraError": _ERRORS,
@@ -114,7 +118,9 @@ __all__ = [
     "DistributedError",
     "EmptyBatchError",
     "GradientError",
+    "LengthError",
     "LogicalBatch",
+    "LogicalBatchLoader",
     "LossError",
     "MemoryProfile",
     "MissingExtraError",

@@ -34,6 +34,22 @@ class EmptyBatchError(BatchError):
     """The batch has no samples. On one of several ranks that is no error: the rank takes part with weight 0."""
 
 
+class LengthError(BatchError):
+    """A sample is longer than a micro-batch may be.
+
+    Attributes:
+        index: Of the sample in its batch.
+        length: Its length, padded.
+        max_tokens: The most tokens that a micro-batch may hold.
+    """
+
+    def __init__(self, message: str, *, index: int, length: int, max_tokens: int):
+        super().__init__(message)
+        self.index = index
+        self.length = length
+        self.max_tokens = max_tokens
+
+
 class LossError(BigBatchError, ValueError):
     """The loss function returned something that is not a loss, or weights that do not add up."""
 

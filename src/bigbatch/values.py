@@ -92,6 +92,8 @@ class Plan(_Json):
             backward; on a card only.
         accumulation_dtype: Gradients are added up in this dtype, for example ``"float32"``; None is the default
             of ``StepOptions``.
+        max_tokens: Padded tokens that the micro-batch size stands for: so many of the longest samples it was planned
+            with. With the option ``length`` micro-batches hold no more. None: nothing was planned with lengths.
         peak_bytes: Expected peak of a steady step, in bytes.
         step_seconds: Expected time of a step, in seconds.
         budget_bytes: The budget it was made for, in bytes.
@@ -106,9 +108,10 @@ class Plan(_Json):
     budget_bytes: int | None = None
     keep: tuple[tuple[str, str], ...] = ()
     offload: tuple[str, ...] = ()
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "accumulation_steps"):
+        for name in ("micro_batch_size", "accumulation_steps", "max_tokens"):
             size = getattr(self, name)
             if size is not None or name == "micro_batch_size":
                 check_positive(name, size)
@@ -170,6 +173,9 @@ class StepResult(_Json):
             gradient is lost in noise. None unless asked for, and before there was a step of two micro-batches.
         exactness: How far "equals the big batch" holds: "exact"; "same in distribution" when random numbers were
             drawn (dropout); "approximate" when layers saw the statistics of a micro-batch (BatchNorm).
+        padding: Share of the padded tokens that stand for nothing: of the samples in their order, cut under the same
+            bound, and of the micro-batches that were made; of several ranks, on this one. None when samples were not
+            grouped by length.
     """
 
     loss: torch.Tensor | float
@@ -181,6 +187,7 @@ class StepResult(_Json):
     retries: int = 0
     exactness: Exactness = "exact"
     noise_scale: torch.Tensor | float | None = None
+    padding: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +226,12 @@ class StepOptions:
             takes, and a failure there ends the run; ``"each"``: FSDP2 sums after each micro-batch, which keeps no
             gradients of whole modules. FSDP2 takes ``"after"`` as ``"overlap"``.
         collate: The batch is a list of samples; this makes a micro-batch of some of them.
+        length: ``length(sample)``, its tokens. Samples of like length make a micro-batch, so that little is padded;
+            ``micro_batch_size`` then means so many of the longest samples, or as many tokens in more short ones.
+        max_tokens: Padded tokens of a micro-batch, its samples times its longest length, at most; beside it
+            ``micro_batch_size`` is the most samples.
+        pad_to_multiple_of: Lengths are padded to a multiple of this. ``collate`` is told by its attribute or its
+            parameter of this name, as data collators of transformers are.
         split: ``split(batch, micro_batch_size)`` returns the micro-batches of a batch that we cannot cut.
         batch_dims: By dotted path: the dimension of the samples, or None for what is shared by all of them.
     """
@@ -239,7 +252,10 @@ class StepOptions:
     on_out_of_memory: Literal["shrink", "raise"] = "shrink"
     grow_after: int | None = None
     reduce: Literal["after", "overlap", "each"] = "after"
-    collate: Callable[[list[Any]], Any] | None = None
+    collate: Callable[..., Any] | None = None
+    length: Callable[[Any], Any] | None = None
+    max_tokens: int | None = None
+    pad_to_multiple_of: int | None = None
     split: Callable[[Any, int], Any] | None = None
     batch_dims: Mapping[str, int | None] | None = None
 
@@ -250,11 +266,12 @@ class StepOptions:
         _check_choice("reduce", self.reduce, ("after", "overlap", "each"))
         _check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
         check_positive("max_skipped", self.max_skipped)
-        if self.grow_after is not None:
-            check_positive("grow_after", self.grow_after)
+        for name in ("grow_after", "max_tokens", "pad_to_multiple_of"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         if self.max_grad_norm is not None and not _is_positive(self.max_grad_norm):
             raise OptionError(f"max_grad_norm={self.max_grad_norm!r}; it is a number > 0, or None to clip nothing.")
-        for name in ("collate", "split"):
+        for name in ("collate", "length", "split"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise OptionError(f"{name}={getattr(self, name)!r} cannot be called; {name} is a function.")
         if self.collate is not None and self.split is not None:
@@ -267,6 +284,7 @@ class StepOptions:
                 'noise_scale=True does not go with batch_norm="exact": no micro-batch has a gradient of its own there. '
                 "Leave one of them out."
             )
+        _check_lengths(self)
         check_batch_dims(self.batch_dims)
         if self.collate is not None and self.batch_dims is not None:
             raise OptionError("batch_dims has no effect beside collate=, which makes each micro-batch. Leave it out.")
@@ -321,6 +339,15 @@ def check_batch_dims(batch_dims: object) -> None:
     for path, dim in batch_dims.items():
         if not isinstance(path, str) or isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
             raise OptionError(f"batch_dims[{path!r}] is {dim!r}; it is a whole number, or None for a shared value.")
+
+
+def _check_lengths(options: StepOptions) -> None:
+    for name, other in (("length", "collate"), ("max_tokens", "length"), ("pad_to_multiple_of", "collate")):
+        if getattr(options, name) is not None and getattr(options, other) is None:
+            raise OptionError(
+                f"{name}= has no effect without {other}=. Samples are grouped by length where they are still a list: "
+                "collate=..., length=lambda sample: len(sample['input_ids']), and max_tokens=... or a micro-batch size."
+            )
 
 
 def _check_choice(name: str, found: object, choices: tuple[str, ...]) -> None:

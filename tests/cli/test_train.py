@@ -85,6 +85,17 @@ def test_what_the_command_line_says_goes_before_the_task(train, tmp_path):
     assert (first["batch_size"], first["num_epochs"], first["seed"], first["total_steps"]) == (25, 1, 7, 2)
 
 
+def test_switches_and_workers_are_shown_in_the_log(train, tmp_path):
+    code, out, err = train("task", "--epochs", "2", "--workers", "1", "--channels-last", "--run-dir", "here")
+
+    lines = [json.loads(line) for line in (tmp_path / "here/log.jsonl").read_text().splitlines()]
+    assert (code, err) == (0, "")
+    assert "steps on cpu, with channels-last" in out
+    assert (lines[0]["switches"], lines[0]["num_workers"]) == (["channels-last"], 1)
+    steps = [line for line in lines if line["event"] == "step"]
+    assert all(0 <= step["data_share"] <= 1 and step["data_seconds"] > 0 for step in steps)
+
+
 def test_a_budget_is_kept(train, tmp_path):
     code, out, _ = train("wide", "--batch-size", "48", "--memory-budget", "140kB", "--run-dir", "here")
 

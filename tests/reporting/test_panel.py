@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import bigbatch as bb
 from bigbatch.reporting.panel import LivePanel, PlainLines
 from bigbatch.training.loop import Run
 from bigbatch.training.preflight import preflight
@@ -64,7 +65,17 @@ def test_the_panel_shows_all_there_is():
 
     last = text[text.rindex("╭") :]
     assert "tiny is done" in last
-    for name in ("micro-batch", "step", "loss", "gradient norm", "learning rate", "speed", "time left", "evaluation"):
+    for name in (
+        "micro-batch",
+        "step",
+        "loss",
+        "gradient norm",
+        "learning rate",
+        "speed",
+        "data",
+        "time left",
+        "evaluation",
+    ):
         assert name in last
     assert re.search(r"step\s+8 of 8, epoch 2", last)
     assert re.search(r"micro-batch\s+\d of \d\s+\d+ × \d × 1 = 16", last)
@@ -76,6 +87,23 @@ def test_the_panel_shows_all_there_is():
 def test_the_panel_shows_the_noise_scale_when_it_is_measured():
     assert "gradient noise scale" in drawn(wide_task(noise_scale=True, epochs=1), micro_batch_size=5)
     assert "gradient noise scale" not in drawn(wide_task(epochs=1), micro_batch_size=5)
+
+
+def test_what_grouping_by_length_has_done_is_shown():
+    samples = [torch.ones(n, 1) for n in (1, 9, 2, 8) * 4]
+    task = bb.Task(
+        model=lambda: torch.nn.Linear(1, 1),
+        train_data=lambda: samples,
+        loss_fn=lambda model, batch: model(batch).mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        collate=lambda chosen: torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True),
+        length=len,
+        max_tokens=36,
+        batch_size=16,
+    )
+
+    assert re.search(r"padding +0 % of the tokens, 43 % before grouping", drawn(task))
+    assert ", padding 0 %, " in plain_lines(task)[2]
 
 
 def test_the_panel_reads_the_loss_only_when_it_draws():

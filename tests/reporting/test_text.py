@@ -39,6 +39,7 @@ RESULT = RunResult(
         ([3, 3, 3], 1, "3 × 3 × 1 = 9"),
         ([4, 3, 3], 1, "4 × 3 × 1 = 10, the last 2 hold 3"),
         ([7], 1, "7 × 1 × 1 = 7"),
+        ([4, 9, 30], 1, "4 to 30 samples in 3 micro-batches × 1 = 43"),
     ],
 )
 def test_the_identity_is_honest_about_a_rest(sizes, ranks, expected):

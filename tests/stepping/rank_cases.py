@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 
 import bigbatch as bb
 from tests.reference import Gradients, big_batch_gradients, big_batch_loss, gradient_error
@@ -428,3 +429,50 @@ def iterator_case(group: Any) -> float:
     model, (cut, _) = wrapped(words(), "ddp", group), micro_batches(share_of(batch, group), "uneven")
     bb.accumulate(model, mean_over_tokens, bb.LogicalBatch(iter(cut.micro_batches)), weight="tokens")
     return gradient_error(gradients_of(model), big_batch_gradients(words(), mean_over_tokens, batch))
+
+
+def texts(num_samples: int) -> list[Tensor]:
+    """Samples of 1 to 12 tokens, in no order."""
+    draw = torch.Generator().manual_seed(2)
+    return [torch.randint(0, CLASSES, (1 + 7 * i % 12,), generator=draw) for i in range(num_samples)]
+
+
+def padded_texts(samples: list[Tensor]) -> dict[str, Tensor]:
+    labels = [(5 * sample + 1) % CLASSES for sample in samples]
+    return {
+        "x": pad_sequence(samples, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+    }
+
+
+def grouped_case(group: Any, wrap: str, num_samples: int, reduce: str = "after", **options: Any) -> dict[str, Any]:
+    """Each rank groups its share by length; the last of three has none. Against the big batch."""
+    batch = texts(num_samples)
+    each = lengths(num_samples, group.size(), last_is_empty=group.size() == 3)
+    first = sum(each[: group.rank()])
+    share = batch[first : first + each[group.rank()]]
+    expected = big_batch_gradients(words(), mean_over_tokens, padded_texts(batch))
+    model = wrapped(words(), wrap, group)
+    how: dict[str, Any] = {"collate": padded_texts, "length": len, "max_tokens": 24, "weight": "tokens", **options}
+    try:
+        result = bb.accumulate(model, mean_over_tokens, share, reduce=reduce, **how)
+    except bb.BigBatchError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "gradient": gradient_error(gradients_of(model), expected),
+        "loss": abs(float(result.loss) - big_batch_loss(words(), mean_over_tokens, padded_texts(batch))),
+        "sizes": result.micro_batch_sizes,
+        "padding": result.padding,
+    }
+
+
+def grouped_plan_case(group: Any, budgets: list[str]) -> dict[str, Any]:
+    """Ranks with other lengths and budgets plan one step; texts of rank 0 are four times as long."""
+    model = wrapped(words(), "ddp", group)
+    longest = (200, 50)[group.rank()]
+    share = [torch.arange(longest - i) % CLASSES for i in range(24)]
+    how: dict[str, Any] = {"collate": padded_texts, "length": len, "weight": "tokens"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = bb.Step(model, mean_over_tokens, optimizer, memory_budget=budgets[group.rank()], **how)
+    plan = step.fit(share)
+    return {"plan": plan.to_json(), "max_tokens": plan.max_tokens, "sizes": step(share).micro_batch_sizes}

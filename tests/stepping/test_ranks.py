@@ -183,3 +183,43 @@ def test_what_is_wrong_on_some_rank_is_told_on_all(ranks):
 
 def test_micro_batches_may_come_one_by_one(ranks):
     assert max(ranks.run(3, cases.iterator_case)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("size", "wrap", "reduce"), [(2, "ddp", "after"), (3, "ddp", "overlap"), (3, "fsdp2", "after")]
+)
+def test_each_rank_groups_its_share_by_length(ranks, size, wrap, reduce):
+    """Also beside a rank of no samples, and with other numbers of micro-batches on each."""
+    found = ranks.run(size, cases.grouped_case, wrap, 23, reduce)
+
+    check(found)
+    sharing = found[:2]
+    assert sum(sum(rank["sizes"]) for rank in sharing) == 23
+    for rank in sharing:
+        before, after = rank["padding"]
+        assert after < before
+    assert sharing[0]["padding"] != sharing[1]["padding"]
+    assert all(rank["padding"] is None and sum(rank["sizes"]) == 0 for rank in found[2:])
+
+
+def test_groups_of_ranks_weighed_by_samples_are_not_the_big_batch(ranks):
+    """Control."""
+    found = ranks.run(2, cases.grouped_case, "ddp", 23, weight="samples")
+
+    assert min(rank["gradient"] for rank in found) > 1e-2
+
+
+def test_a_sample_that_is_too_long_on_one_rank_is_told_on_all(ranks):
+    first, second = ranks.run(2, cases.grouped_case, "ddp", 9, max_tokens=10)
+
+    assert second["error"].startswith("LengthError: Sample 0 of the batch has length 12")
+    assert first["error"].startswith("DistributedError: Rank 1 failed: LengthError: ")
+
+
+def test_ranks_with_other_lengths_take_the_plan_of_the_fewest_tokens(ranks):
+    """And not that of the fewest samples: rank 0 holds few because they are long."""
+    found = ranks.run(2, cases.grouped_plan_case, ["500KiB", "200KiB"])
+    alone = ranks.run(1, cases.grouped_plan_case, ["500KiB"])[0]
+
+    assert found[0]["plan"] == found[1]["plan"]
+    assert found[0]["max_tokens"] < alone["max_tokens"]

@@ -12,15 +12,15 @@ from bigbatch.training.loop import Run
 
 
 def test_every_byte_but_the_first_is_a_target_once():
-    paragraph = bytes(i % 251 for i in range(300))
+    paragraph = bytes(i % 251 for i in range(1200))
 
     pieces = _pieces(paragraph)
 
-    assert [len(piece) for piece in pieces] == [129, 129, 44]
+    assert [len(piece) for piece in pieces] == [513, 513, 176]
     assert bytes(token for piece in pieces for token in piece[1:].tolist()) == paragraph[1:]
 
 
-@pytest.mark.parametrize("length", [2, 128, 129, 130, 257])
+@pytest.mark.parametrize("length", [2, 512, 513, 514, 1025])
 def test_no_piece_is_without_a_target(length):
     pieces = _pieces(bytes(length))
 
@@ -34,7 +34,7 @@ def test_the_data_are_two_parts_of_the_text_with_many_lengths():
     lengths = {len(sample) for sample in train.samples}
     assert len(train) > 7 * len(test) > 1000
     assert min(lengths) >= 2
-    assert max(lengths) == 129
+    assert max(lengths) == 513
     assert len(lengths) > 100
 
 
@@ -43,6 +43,10 @@ def test_padding_is_no_target():
 
     assert batch["tokens"].tolist() == [[1, 2, 3], [5, 0, 0]]
     assert batch["labels"].tolist() == [[2, 3, 4], [6, -100, -100]]
+
+    wider = _padded([torch.tensor([1, 2, 3, 4])], pad_to_multiple_of=5)
+    assert wider["tokens"].tolist() == [[1, 2, 3, 0, 0]]
+    assert wider["labels"].tolist() == [[2, 3, 4, -100, -100]]
 
 
 def test_a_token_sees_only_what_came_before():
@@ -89,7 +93,11 @@ def test_bits_per_byte_are_a_mean_over_bytes():
 
 
 def test_it_learns():
+    run = Run(small(epochs=3, max_tokens=2000))
+    paddings = [record.result.padding or (0.0, 1.0) for record in run.steps(2)]
     result = Run(small(epochs=3), micro_batch_size=32).train()
+
+    assert all(after < 0.5 * before for before, after in paddings), "Micro-batches hold samples of like length."
 
     assert result.metrics["bits_per_byte"] < 6  # 8 before it has learned anything
 
@@ -98,7 +106,7 @@ def small(**changes):
     import dataclasses
 
     first = Paragraphs(train=True)
-    first.samples = first.samples[:160]
+    first.samples = [sample for sample in first.samples if len(sample) <= 130][:160]
     fields = dict(
         model=lambda: Gpt(width=32), train_data=lambda: first, eval_data=lambda: first, batch_size=20, epochs=2
     )

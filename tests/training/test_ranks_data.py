@@ -120,6 +120,25 @@ def test_an_empty_share_of_samples_is_an_empty_list():
     assert [len(share) for share in train_loader(task, Points(5), rank=2, world_size=3)] == [1, 0]
 
 
+def _as_given(samples):
+    return samples
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_shares_of_samples_are_lists_that_make_the_batch(num_workers):
+    """Packed on their way from a worker, which does not show."""
+    task = tiny_task(collate=_as_given, batch_size=4, train_data=lambda: Points(6), epochs=1, num_workers=num_workers)
+    whole = list(train_loader(tiny_task(collate=_as_given, batch_size=4, epochs=1), Points(6)))
+
+    ranks = [list(train_loader(task, Points(6), rank=rank, world_size=3)) for rank in range(3)]
+
+    assert {type(share) for rank in ranks for share in rank} == {list}
+    assert [[len(share) for share in rank] for rank in ranks] == [[2, 1], [1, 1], [1, 0]]
+    joined_again = [[sample for share in shares for sample in share] for shares in zip(*ranks, strict=True)]
+    for found, expected in zip(joined_again, whole, strict=True):
+        assert all(torch.equal(a[0], b[0]) and a[1] == b[1] for a, b in zip(found, expected, strict=True))
+
+
 def test_an_empty_share_draws_nothing_and_reads_one_sample():
     before = torch.get_rng_state()
     task = tiny_task(train_data=lambda: Drawn(5), batch_size=4, epochs=1)

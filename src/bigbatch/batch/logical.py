@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from bigbatch.batch.collating import PLAIN, Room, check_list_of_samples, collation_of
 from bigbatch.batch.cutting import lay_out
 from bigbatch.batch.sizes import micro_batch_sizes, spans
 from bigbatch.batch.weighing import Weigher, Weights, checked_weight, for_term
@@ -27,11 +28,13 @@ class LogicalBatch:
         weight: What the mean loss of the whole batch is over: samples, or tokens, as the step's ``weight`` says; a
             dict when that is one. It is checked. Known beforehand for an iterator, it saves a pass over the gradient.
         whole: What the loss of a ``WholeBatchLoss`` gets as the batch, such as all labels.
+        padding: Share of padding before and after samples were grouped by length; None when they were not.
     """
 
     micro_batches: Iterable[Any]
     weight: float | Mapping[str, float] | None = None
     whole: Any = None
+    padding: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, Iterable) or isinstance(self.micro_batches, _NO_LISTS):
@@ -93,12 +96,14 @@ class Pieces:
         pieces: Weighed micro-batches; may be read only once.
         count: How many there are; None when only the end of the iterator tells.
         totals: Weight of the whole batch by term; None when it is not known before the end.
+        padding: See ``LogicalBatch``.
         over_ranks: What they are of the batch, when other ranks have the rest.
     """
 
     pieces: Iterable[Piece]
     count: int | None
     totals: Weights | None
+    padding: tuple[float, float] | None = None
     over_ranks: Part | None = None
 
     @property
@@ -113,16 +118,16 @@ class Pieces:
 
 
 def pieces_of(
-    batch: Any, micro_batch_size: int | None, options: StepOptions, weigher: Weigher, smallest: int = 1
+    batch: Any, micro_batch_size: int | None, options: StepOptions, weigher: Weigher, room: Room = PLAIN
 ) -> Pieces:
     """Cut and weigh a batch.
 
     Args:
         batch: What a step gets: a batch, a list of samples with ``collate``, or a ``LogicalBatch``.
         micro_batch_size: Samples in one micro-batch, at most; None: the whole batch at once.
-        options: Of them ``collate``, ``split`` and ``batch_dims``.
+        options: Of them ``collate`` and what goes with it, ``split`` and ``batch_dims``.
         weigher: The option ``weight``.
-        smallest: See ``micro_batch_sizes``.
+        room: What the micro-batches must respect.
 
     Raises:
         BatchError: The batch cannot be cut.
@@ -132,9 +137,15 @@ def pieces_of(
         return _of_logical(batch, options, weigher)
     if options.split is not None:
         return _of_logical(_split(batch, micro_batch_size, options), options, weigher)
-    parts = _collated(batch, micro_batch_size, options, smallest) or _cut(batch, micro_batch_size, options, smallest)
+    padding = None
+    if options.collate is not None:
+        collation = collation_of(batch, micro_batch_size, options, room)
+        parts, padding = collation.micro_batches(batch), collation.padding
+    else:
+        parts = _cut(batch, micro_batch_size, options, room.smallest)
     weights = weigher.weigh(parts)
-    return Pieces([Piece(*part, w) for part, w in zip(parts, weights, strict=True)], len(parts), _added(weights))
+    weighed = [Piece(*part, w) for part, w in zip(parts, weights, strict=True)]
+    return Pieces(weighed, len(parts), _added(weights), padding=padding)
 
 
 def read_to_the_end(pieces: Pieces) -> Pieces:
@@ -142,7 +153,8 @@ def read_to_the_end(pieces: Pieces) -> Pieces:
     if isinstance(pieces.pieces, list):
         return pieces
     found = list(pieces.pieces)
-    return Pieces(found, len(found), pieces.totals or _added([piece.weights for piece in found]))
+    totals = pieces.totals or _added([piece.weights for piece in found])
+    return replace(pieces, pieces=found, count=len(found), totals=totals)
 
 
 def _cut(batch: Any, micro_batch_size: int | None, options: StepOptions, smallest: int) -> list[tuple[Any, int]]:
@@ -160,23 +172,6 @@ def pieces_at(batch: Any, places: Iterable[tuple[int, int]], options: StepOption
     return [Piece(*part, w) for part, w in zip(parts, weigher.weigh(parts), strict=True)]
 
 
-def _collated(
-    batch: Any, micro_batch_size: int | None, options: StepOptions, smallest: int
-) -> list[tuple[Any, int]] | None:
-    if options.collate is None:
-        return None
-    _check_list_of_samples(batch)
-    sizes = micro_batch_sizes(len(batch), micro_batch_size or len(batch), smallest)
-    return [(options.collate(list(batch[start : start + length])), length) for start, length in spans(sizes)]
-
-
-def _check_list_of_samples(batch: Any) -> None:
-    if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
-        raise BatchError(f"With collate= a batch is a list of samples, but this is a {type(batch).__name__}.")
-    if not batch:
-        raise EmptyBatchError("The batch is empty: a list of 0 samples.")
-
-
 def num_samples_of(batch: Any, options: StepOptions) -> int:
     """Samples in a batch that is not cut yet.
 
@@ -185,7 +180,7 @@ def num_samples_of(batch: Any, options: StepOptions) -> int:
     """
     if options.collate is None:
         return lay_out(batch, options.batch_dims).num_samples
-    _check_list_of_samples(batch)
+    check_list_of_samples(batch)
     return len(batch)
 
 
@@ -207,13 +202,15 @@ def _of_logical(batch: LogicalBatch, options: StepOptions, weigher: Weigher) -> 
             f"LogicalBatch.weight has {_terms(given)}, but the step's weight has {_terms(weigher.by_term)}."
         )
     if not isinstance(batch.micro_batches, Sequence):
-        return Pieces(_weighed_as_they_come(batch, options, weigher), None, given)
+        count = len(batch.micro_batches) if isinstance(batch.micro_batches, Sized) else None
+        return Pieces(_weighed_as_they_come(batch, options, weigher), count, given, padding=batch.padding)
     if not batch.micro_batches:
         raise EmptyBatchError("The batch is empty: a LogicalBatch of 0 micro-batches.")
     parts = [(micro_batch, _num_samples(micro_batch, options, weigher)) for micro_batch in batch.micro_batches]
     weights = weigher.weigh(parts)
     check_adds_up(weights, given)
-    return Pieces([Piece(*part, w) for part, w in zip(parts, weights, strict=True)], len(parts), _added(weights))
+    weighed = [Piece(*part, w) for part, w in zip(parts, weights, strict=True)]
+    return Pieces(weighed, len(parts), _added(weights), padding=batch.padding)
 
 
 def _weighed_as_they_come(batch: LogicalBatch, options: StepOptions, weigher: Weigher) -> Iterator[Piece]:

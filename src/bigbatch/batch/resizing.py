@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from bigbatch.batch.collating import check_list_of_samples, collated, samples_for
 from bigbatch.batch.cutting import lay_out
-from bigbatch.batch.logical import LogicalBatch, num_samples_of
+from bigbatch.batch.logical import LogicalBatch
 from bigbatch.batch.sizes import spans
 from bigbatch.values import StepOptions
 
@@ -18,16 +19,16 @@ def micro_batch_of(batch: Any, num_samples: int, options: StepOptions) -> Any:
     """A micro-batch of so many samples, as the step would cut it from a batch that is large enough.
 
     Args:
-        batch: What a step gets; its samples are repeated where it has too few.
+        batch: What a step gets; its samples are repeated where it has too few, and with ``length`` the longest is.
         num_samples: Of the micro-batch.
-        options: Of the step: ``collate`` and ``batch_dims``.
+        options: Of the step: ``collate`` and what goes with it, and ``batch_dims``.
 
     Raises:
         BatchError: The batch cannot be cut.
     """
     if options.collate is not None:
-        samples = list(batch) * math.ceil(num_samples / num_samples_of(batch, options))
-        return options.collate(samples[:num_samples])
+        check_list_of_samples(batch)
+        return collated(samples_for(batch, num_samples, options), options)
     layout = lay_out(batch, options.batch_dims)
     times = math.ceil(num_samples / layout.num_samples)
     return layout.mapped(lambda value, dim: _repeated(value, dim, times, num_samples))

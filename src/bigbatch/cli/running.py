@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from bigbatch.training.rank import Rank
 from bigbatch.training.resuming import resume
 from bigbatch.training.saving import Saver
 from bigbatch.training.sharding import whole
+from bigbatch.training.switches import Switches
 from bigbatch.training.task import Task
 
 _CHECKPOINTS = "checkpoints"
@@ -45,7 +46,7 @@ class Wanted:
         task: Name of the task.
         variant: Arguments of its function.
         changes: Fields of the task that are replaced, where they are not None.
-        memory_budget, micro_batch_size, device, threads, parallel: As on the command line.
+        memory_budget, micro_batch_size, device, threads, parallel, switches: As on the command line.
     """
 
     task: str
@@ -56,6 +57,7 @@ class Wanted:
     device: str | None
     threads: int | None
     parallel: Parallel = "ddp"
+    switches: dict[str, bool] = field(default_factory=dict)
 
     def found(self, **variant: Any) -> Task:
         """The task, with what was changed."""
@@ -96,6 +98,7 @@ def check(wanted: Wanted, *, num_steps: int) -> bool:
             micro_batch_size=wanted.micro_batch_size,
             listeners=_displays(group, device),
             group=group,
+            switches=Switches(**wanted.switches),
         )
         say(preflight_text(found))
     return found.go or not group.is_first
@@ -158,6 +161,7 @@ def _trained(
         memory_budget=wanted.memory_budget,
         micro_batch_size=wanted.micro_batch_size,
         group=group,
+        switches=Switches(**wanted.switches),
     )
     # Only now that all of it is built: a task that cannot be leaves no empty folder behind.
     folder = group.from_first(lambda: place.folder(task.name))

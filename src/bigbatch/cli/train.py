@@ -52,6 +52,15 @@ Norm = Annotated[
 Seed = Annotated[int | None, typer.Option(min=0, help="Of the model and of the order of the data.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; without it, cuda where there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU.")]
+Workers = Annotated[int | None, typer.Option(min=0, help="Processes that load the data.")]
+Compile = Annotated[bool, typer.Option("--compile", help="torch.compile: the first steps take longer.")]
+ChannelsLast = Annotated[
+    bool, typer.Option("--channels-last", help="Weights of convolutions lie channels last in memory.")
+]
+CudnnBenchmark = Annotated[
+    bool, typer.Option("--cudnn-benchmark", help="cuDNN tries its algorithms at each new shape.")
+]
+Tf32 = Annotated[bool, typer.Option("--tf32", help="On CUDA, products in float32 round their inputs to 10 bits.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder for log and weights; without it, runs/TASK-date-time.")]
 Resume = Annotated[
     str | None,
@@ -102,6 +111,11 @@ def train(
     threads: Threads = None,
     nproc_per_node: NumRanks = None,
     parallel: ParallelKind = ParallelName.DDP,
+    workers: Workers = None,
+    compile: Compile = False,
+    channels_last: ChannelsLast = False,
+    cudnn_benchmark: CudnnBenchmark = False,
+    tf32: Tf32 = False,
     run_dir: RunDir = None,
     resume: Resume = None,
     checkpoint_every: CheckpointEvery = None,
@@ -110,28 +124,21 @@ def train(
     compare: Compare = False,
 ) -> None:
     """Train a task with its big batch inside a memory budget."""
-    if check is not None:
-        _check_keeps_nothing(compare, resume, checkpoint_every)
-    if resume == "auto" and run_dir is None:
-        raise typer.BadParameter("--resume auto needs --run-dir, the folder of the run that is to go on.")
+    _check_goes_together(check, compare, resume, checkpoint_every, run_dir)
     _start_ranks(context.obj, nproc_per_node)
     from bigbatch.cli import running  # loads torch
 
+    changes = dict(batch_size=batch_size, epochs=epochs, eval_batch_size=eval_batch_size, seed=seed)
     wanted = running.Wanted(
         task=task,
         variant={} if norm is None else {"norm": norm.value},
-        changes={
-            "batch_size": batch_size,
-            "epochs": epochs,
-            "eval_batch_size": eval_batch_size,
-            "precision": precision and precision.value,
-            "seed": seed,
-        },
+        changes={**changes, "num_workers": workers, "precision": precision and precision.value},
         memory_budget=memory_budget,
         micro_batch_size=micro_batch_size,
         device=device,
         threads=threads,
         parallel=parallel.value,
+        switches={"compile": compile, "channels_last": channels_last, "cudnn_benchmark": cudnn_benchmark, "tf32": tf32},
     )
     if check is not None:
         raise typer.Exit(0 if running.check(wanted, num_steps=check) else 1)
@@ -139,11 +146,15 @@ def train(
     raise typer.Exit(0 if running.train(wanted, place, tensorboard=tensorboard, compare=compare) else 1)
 
 
-def _check_keeps_nothing(compare: bool, resume: str | None, checkpoint_every: int | None) -> None:
-    if compare:
+def _check_goes_together(
+    check: int | None, compare: bool, resume: str | None, checkpoint_every: int | None, run_dir: Path | None
+) -> None:
+    if check is not None and compare:
         raise typer.BadParameter("--check makes no run that --compare could compare; give one of them.")
-    if resume is not None or checkpoint_every is not None:
+    if check is not None and (resume is not None or checkpoint_every is not None):
         raise typer.BadParameter("--check keeps nothing; leave --resume and --checkpoint-every out.")
+    if resume == "auto" and run_dir is None:
+        raise typer.BadParameter("--resume auto needs --run-dir, the folder of the run that is to go on.")
 
 
 def _start_ranks(arguments: Sequence[str], wanted: int | None) -> None:

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from bigbatch.reporting.text import identity, metrics_text, noise_scale_text, opening
+from bigbatch.reporting.text import data_text, identity, metrics_text, noise_scale_text, opening, padding_text
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
 from bigbatch.units import format_bytes, format_seconds
 from bigbatch.values import Plan
@@ -20,6 +20,7 @@ from bigbatch.values import Plan
 _SECONDS_BETWEEN_REFRESHES = 0.25
 _SECONDS_BETWEEN_LINES = 2.0
 _SECONDS_TO_HALF_AS_MANY = 100.0
+_MUCH_WAITING = 0.02
 
 
 def announced(plan: Plan) -> str:
@@ -92,9 +93,11 @@ def step_text(record: StepRecord) -> str:
     norm = "" if result.grad_norm is None else f", gradient norm {float(result.grad_norm):.3g}"
     peak = "" if record.peak_bytes is None else f", peak {format_bytes(record.peak_bytes)}"
     skipped = ", SKIPPED" if result.skipped else ""
+    data = f", {data_text(record.data_share)} for data" if record.data_share > _MUCH_WAITING else ""
+    padding = "" if result.padding is None else f", padding {result.padding[1]:.0%}".replace("%", " %")
     return (
         f"step {record.step}/{record.total_steps}, epoch {record.epoch}, loss {float(result.loss):.4f}{norm}, "
-        f"lr {record.learning_rate:.3g}, {record.samples_per_second:,.0f} samples/s{peak}, "
+        f"lr {record.learning_rate:.3g}, {record.samples_per_second:,.0f} samples/s{peak}{padding}{data}, "
         f"{_time_left(record)} left{skipped}"
     )
 
@@ -203,12 +206,15 @@ def _drawn(shown: _Shown, memory_bytes: int) -> Panel:
 
 def _step_rows(record: StepRecord) -> dict[str, str]:
     result = record.result
+    padding = {} if result.padding is None else {"padding": padding_text(result.padding)}
     rows = {
         "step": f"{record.step} of {record.total_steps}, epoch {record.epoch}",
         "loss": f"{float(result.loss):.4f}" + (" (skipped)" if result.skipped else ""),
         "gradient norm": "not asked for" if result.grad_norm is None else f"{float(result.grad_norm):.3g}",
         "learning rate": f"{record.learning_rate:.3g}",
         "speed": f"{record.samples_per_second:,.0f} samples/s",
+        "data": data_text(record.data_share),
+        **padding,
         "time left": _time_left(record),
     }
     if result.noise_scale is not None:

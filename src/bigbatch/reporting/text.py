@@ -22,6 +22,10 @@ def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1, *, batch_size
     '4 × 3 × 1 = 10, the last 2 hold 3'
     >>> identity([4, 3], 2, batch_size=13)
     '4 × 2 × 2 = 13, the last holds 3, some ranks have a sample less'
+    >>> identity([4, 9, 30])
+    '4 to 30 samples in 3 micro-batches × 1 = 43'
+    >>> identity([4, 9, 30], 2, batch_size=86)
+    '4 to 30 samples in 3 micro-batches here, 86 samples on 2 ranks'
 
     Args:
         micro_batch_sizes: Samples in each micro-batch of the rank with most of them, in order.
@@ -30,20 +34,45 @@ def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1, *, batch_size
     """
     total = batch_size or sum(micro_batch_sizes) * num_ranks
     line = f"{max(micro_batch_sizes)} × {len(micro_batch_sizes)} × {num_ranks} = {total}"
+    if len(set(micro_batch_sizes)) > 2:  # grouped by length
+        sizes = f"{min(micro_batch_sizes)} to {max(micro_batch_sizes)}"
+        grouped = f"{sizes} samples in {len(micro_batch_sizes)} micro-batches"
+        # Each rank has groups of its own.
+        return f"{grouped} × 1 = {total}" if num_ranks == 1 else f"{grouped} here, {total} samples on {num_ranks} ranks"
     runs = [(size, len(list(same))) for size, same in groupby(micro_batch_sizes)]
     for size, count in runs[1:]:
         line += f", the last holds {size}" if count == 1 else f", the last {count} hold {size}"
     return line if total == sum(micro_batch_sizes) * num_ranks else f"{line}, some ranks have a sample less"
 
 
+def data_text(share: float) -> str:
+    """How long a run waited for data.
+
+    >>> data_text(0.012)
+    'waiting 1.2 % of the time'
+    """
+    return f"waiting {share:.1%} of the time".replace("%", " %")
+
+
+def padding_text(padding: tuple[float, float]) -> str:
+    """What grouping by length has done.
+
+    >>> padding_text((0.63, 0.09))
+    '9 % of the tokens, 63 % before grouping'
+    """
+    before, after = padding
+    return f"{after:.0%} of the tokens, {before:.0%} before grouping".replace("%", " %")
+
+
 def opening(info: RunInfo) -> str:
     """What a run is about to do, in one line."""
     budget = f", budget {format_bytes(info.budget_bytes)}" if info.budget_bytes else ""
+    switches = f", with {', '.join(info.switches)}" if info.switches else ""
     after = f", goes on after step {info.first_step}" if info.first_step else ""
     ranks = f", {info.num_ranks} ranks" if info.num_ranks > 1 else ""
     return (
         f"{info.task}: {info.num_samples:,} samples, {info.num_parameters:,} parameters, batch {info.batch_size}, "
-        f"{info.num_epochs} epochs = {info.total_steps} steps on {info.device}{ranks}{budget}{after}"
+        f"{info.num_epochs} epochs = {info.total_steps} steps on {info.device}{ranks}{budget}{switches}{after}"
     )
 
 
@@ -89,6 +118,7 @@ def closing(result: RunResult, files: Sequence[str]) -> list[str]:
         f"{result.num_steps} steps{skipped} in {format_seconds(result.seconds)}, "
         f"{result.samples_per_second:,.0f} samples/s",
         f"equal to the big batch: {_EXACTNESS[result.exactness]}",
+        *([result.data_advice] if result.data_advice else []),
     ]
     if result.noise_scale is not None:
         lines.append(noise_scale_text(result.noise_scale, result.batch_size))

@@ -19,13 +19,14 @@ class Accumulation:
         gradients: In ``.grad``, still scaled and uncorrected.
         shares: The loss, its terms, and the corrections that the gradients need.
         sizes: Samples in each micro-batch.
-        exactness: See ``StepResult``.
+        exactness, padding: See ``StepResult``.
         contributions: What listened to the backwards, if anything did.
     """
 
-    def __init__(self, gradients: Gradients, shares: Shares):
+    def __init__(self, gradients: Gradients, shares: Shares, *, padding: tuple[float, float] | None = None):
         self.gradients = gradients
         self.shares = shares
+        self.padding = padding
         self.sizes: list[int] = []
         self.exactness: Exactness = "exact"
         self.contributions: Any = None
@@ -49,6 +50,7 @@ class Accumulation:
             weight=self.shares.weight(),
             micro_batch_sizes=tuple(self.sizes),
             exactness=self.exactness,
+            padding=self.padding,
             **happened,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch.batch.collating import Room
 from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, pieces_at, pieces_of, read_to_the_end
 from bigbatch.batch.moving import device_of, on_device
 from bigbatch.batch.structure import shapes_in
@@ -20,11 +20,15 @@ from bigbatch.stepping import batchnorm
 from bigbatch.stepping.accumulation import Accumulation
 from bigbatch.stepping.checks import (
     check_loss_fn,
+    check_may_be_grouped,
     check_model,
     check_something_counts,
     nothing_counts,
+    nothing_needs_a_gradient,
+    tell_of_backwards,
     warn_of_ignored_labels,
 )
+from bigbatch.stepping.compiled import is_compiled
 from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
 from bigbatch.stepping.hooks import HookWatch
 from bigbatch.stepping.insisting import insist
@@ -42,8 +46,6 @@ from bigbatch.stepping.side_by_side import run_side_by_side
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.stepping.whole_batch import TwoPasses, WholeBatchLoss
 from bigbatch.values import StepOptions
-
-_log = logging.getLogger("bigbatch")
 
 OnMicroBatch = Callable[[int, int | None], None]
 
@@ -69,6 +71,7 @@ class Accumulator:
         dropout: What draws the masks.
         step_number: That masks depend on, with the option for them.
         listening: Makes what listens to the backwards of a step, from its list of sizes.
+        planned_length: The longest length that the micro-batch size was planned for.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Accumulator:
         self.dropout = PerSampleDropout(seed) if options.dropout == "per-sample" else NativeDropout()
         self.step_number = 0
         self.listening: Callable[[list[int]], AbstractContextManager[Any]] = lambda sizes: nullcontext()
+        self.planned_length: int | None = None
         self._weigher = Weigher(options.weight)
         self._weights_add_up = not self._weigher.has_callable
         self._labels_were_seen = False
@@ -112,7 +116,9 @@ class Accumulator:
 
     def cut(self, batch: Any, micro_batch_size: int | None) -> Pieces:
         """The micro-batches of a batch, weighed."""
-        return pieces_of(batch, micro_batch_size, self.options, self._weigher, self.smallest_micro_batch)
+        few_lengths = self.options.length is not None and is_compiled(self.model)
+        room = Room(self.smallest_micro_batch, self.planned_length, few_lengths)
+        return pieces_of(batch, micro_batch_size, self.options, self._weigher, room)
 
     def _look_at_modules(self) -> None:
         """Find the layers and buffers that need care; again only when modules have come or gone."""
@@ -169,7 +175,7 @@ class Accumulator:
         self._generators = Generators(self.device) if self._draws_anywhere else self._undo.rng
         parameters = list(named_parameters.values())
         gradients = Gradients(parameters, self._accumulation_dtype, self._coefficients, only_these=only_these)
-        done = Accumulation(gradients, Shares(pieces))
+        done = Accumulation(gradients, Shares(pieces), padding=pieces.padding)
         watch = None
         self.ranks.num_told = num_told(len(parameters))
         self.ranks.reducer.begin()
@@ -240,6 +246,9 @@ class Accumulator:
         if check is not None:
             check()
         pieces = self.cut(batch, micro_batch_size)
+        if pieces.padding is not None:
+            sees_statistics = self.sees_batch_statistics or self.pools_statistics
+            check_may_be_grouped(self.options, sees_statistics, self.two_passes is not None)
         if self.pools_statistics:
             check_ranks()
             pieces = read_to_the_end(pieces)
@@ -272,7 +281,7 @@ class Accumulator:
         self.check_size(sum(done.sizes))  # of an iterator it is only known now
         # A rank whose micro-batches count nothing has nothing to reach; alone, it was refused or has no weight.
         if not reached and not (self.ranks.are_several and nothing_counts(pieces)):
-            raise LossError(_NOTHING_NEEDS_A_GRADIENT)
+            raise nothing_needs_a_gradient()
         self.ranks.reducer.check_reduced()
         self._finish(pieces, done)
         if self.keeping is not None:
@@ -356,11 +365,7 @@ class Accumulator:
             done.exactness = "same in distribution"
         if not self._backwards_were_told and done.shares.num_backwards > 1:
             self._backwards_were_told = True
-            _log.warning(
-                "The loss has denominators that are known only after the forward: %d backwards and gradient buffers "
-                "for each micro-batch. Means with weight={term: ...} need one.",
-                done.shares.num_backwards,
-            )
+            tell_of_backwards(done.shares.num_backwards)
         if not self._labels_were_seen and pieces.count != 1:
             self._labels_were_seen = True
             if self._weigher.is_default and done.shares.has_means:
@@ -391,9 +396,3 @@ class Accumulator:
         if self._pooled is not None:
             self._pooled.forget()
         self._undo.restore(random_numbers=random_numbers)
-
-
-_NOTHING_NEEDS_A_GRADIENT = (
-    "The loss does not depend on any parameter that needs a gradient. Something between the parameters and the loss "
-    "runs under torch.no_grad(), calls .detach() or .item(), or all parameters are frozen (requires_grad=False)."
-)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from bigbatch.batch.logical import Pieces
 from bigbatch.batch.weighing import for_term, has_ignored_labels
 from bigbatch.errors import ArgumentError, DistributedError, GradientError, LossError, OptionError, warn
 from bigbatch.units import format_names
+from bigbatch.values import StepOptions
+
+_log = logging.getLogger("bigbatch")
 
 _A_LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
@@ -189,6 +193,33 @@ def _described(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
+def check_may_be_grouped(options: StepOptions, sees_batch_statistics: bool, has_whole_batch_loss: bool) -> None:
+    """Raise ``OptionError`` where it matters which samples are in a micro-batch, or where they stand in the batch."""
+    if has_whole_batch_loss:
+        raise OptionError(
+            "A WholeBatchLoss sees the outputs of all samples in the order of the batch, and length= moves samples to "
+            "other places. Leave length= out."
+        )
+    if options.dropout == "per-sample":
+        raise OptionError(
+            'dropout="per-sample" draws the mask of a sample from its place in the batch, and length= moves samples '
+            'to other places. Give dropout="native", or leave length= out.'
+        )
+    if options.noise_scale:
+        raise OptionError(
+            "noise_scale=True compares micro-batches as random parts of the batch, and length= makes them of samples "
+            "of like length, which are none. Leave one of them out."
+        )
+    if sees_batch_statistics and options.batch_norm != "frozen":
+        wrong = "with their own mean and variance, which differ from those of the batch"
+        if options.batch_norm == "exact":
+            wrong = "with the mean and variance of a batch of less padding, which it sees too"
+        raise OptionError(
+            f"length= puts samples of like length into one micro-batch, and BatchNorm in train mode would normalise "
+            f'them {wrong}. Use batch_norm="frozen", GroupNorm or LayerNorm, or leave length= out.'
+        )
+
+
 def check_something_counts(pieces: Pieces) -> None:
     """Raise ``LossError`` where the weight of the whole batch is known to be 0."""
     for term, total in (pieces.totals or {}).items():
@@ -197,6 +228,24 @@ def check_something_counts(pieces: Pieces) -> None:
                 f"The weight{for_term(term)} is 0 over the whole batch: nothing in it counts (for example, every token "
                 f"is padding), so its mean loss is 0 / 0. Leave such a batch out."
             )
+
+
+def nothing_needs_a_gradient() -> LossError:
+    """The error of a loss that reaches no parameter."""
+    return LossError(
+        "The loss does not depend on any parameter that needs a gradient. Something between the parameters and the "
+        "loss runs under torch.no_grad(), calls .detach() or .item(), or all parameters are frozen "
+        "(requires_grad=False)."
+    )
+
+
+def tell_of_backwards(number: int) -> None:
+    """Log that a loss needs several backwards for each micro-batch."""
+    _log.warning(
+        "The loss has denominators that are known only after the forward: %d backwards and gradient buffers "
+        "for each micro-batch. Means with weight={term: ...} need one.",
+        number,
+    )
 
 
 def nothing_counts(pieces: Pieces) -> bool:

@@ -58,7 +58,9 @@ def fit_together(step: Step, batch: Any, budget_bytes: int) -> Plan:
         pass
     except Exception as error:
         failure = error
-    sizes = [row[0] for row in ranks.agree(failure, [plan.micro_batch_size if plan else math.inf])]
+    # With lengths a micro-batch size means another number of tokens on each rank.
+    held = math.inf if plan is None else plan.max_tokens or plan.micro_batch_size
+    sizes = [row[0] for row in ranks.agree(failure, [held])]
     if not any(map(math.isfinite, sizes)):
         raise EmptyBatchError("The batch is empty on every rank, so no plan can be made for it.")
     careful = Plan.from_json(ranks.from_rank(sizes.index(min(sizes)), plan.to_json() if plan else None))

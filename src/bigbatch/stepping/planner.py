@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from bigbatch.batch.collating import samples_for
 from bigbatch.batch.logical import num_samples_of
 from bigbatch.batch.resizing import micro_batch_of
 from bigbatch.batch.sizes import micro_batch_sizes
@@ -82,7 +83,7 @@ class Planner:
     def batch_of(self, num_samples: int) -> Any:
         """A batch of so many samples, as the step would get it."""
         if self.step.options.collate is not None:
-            return (list(self.batch) * math.ceil(num_samples / self.num_samples))[:num_samples]
+            return samples_for(self.batch, num_samples, self.step.options)
         return micro_batch_of(self.batch, num_samples, self.step.options)
 
     @cached_property
@@ -256,7 +257,8 @@ class Planner:
                 found = self._within(profile, batch_size, budget, choose)
                 if profile.timing == "measured" and micro_batch_size is None and recompute is None:
                     found = fastest_in_trial(self, found, profile, batch_size, budget)
-                return replace(found, budget_bytes=budget_bytes)
+                max_tokens = sizing.max_tokens_of(found.micro_batch_size, self.batch, self.step.options)
+                return replace(found, budget_bytes=budget_bytes, max_tokens=max_tokens)
             except _CannotRecomputeError as error:
                 if recompute not in (None, "all"):
                     raise error.cause from None

@@ -173,7 +173,7 @@ class Ranks:
             summed_inside=self.reducer.reduces_inside,
         )
         mine = [*pieces.pieces, *self._idle(pieces, counts, first)]
-        return Pieces(mine, pieces.count, totals, part)
+        return replace(pieces, pieces=mine, totals=totals, over_ranks=part)
 
     def _idle(self, pieces: Pieces, counts: list[int], first: int) -> list[Piece]:
         """Micro-batches that count nothing, for as many forwards as the collectives inside the model need."""
@@ -266,7 +266,8 @@ def _all_at_hand(pieces: Pieces, terms: Sequence[str | None]) -> Pieces:
     if isinstance(pieces.pieces, list) and pieces.totals is not None:
         return pieces
     found = list(pieces.pieces)
-    return Pieces(found, len(found), {term: sum(piece.weights[term] for piece in found) for term in terms})
+    totals = {term: sum(piece.weights[term] for piece in found) for term in terms}
+    return replace(pieces, pieces=found, count=len(found), totals=totals)
 
 
 def _copied(value: Any) -> Any:

@@ -204,6 +204,9 @@ def _fake_step(step: Step, mode: FakeTensorMode) -> Step:
         ema=ema,
         scheduler=None,
         collate=None,
+        length=None,
+        max_tokens=None,
+        pad_to_multiple_of=None,
         weight=_constant_like(options.weight),
     )
     with mode:

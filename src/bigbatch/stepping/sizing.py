@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bigbatch.batch.collating import longest_of
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
 from bigbatch.batch.sizes import part_sizes
 from bigbatch.batch.structure import is_array, leaves
@@ -18,7 +19,7 @@ from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.trial import put_back_afterwards, step_with_zeros
 from bigbatch.stepping.whole_batch import whole_of
 from bigbatch.units import format_bytes
-from bigbatch.values import Plan
+from bigbatch.values import Plan, StepOptions
 
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step
@@ -100,7 +101,18 @@ def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
         accumulation_steps=math.ceil(num_samples / size),
         peak_bytes=int(peaks[size]),
         budget_bytes=budget_bytes,
+        max_tokens=max_tokens_of(step.wanted_micro_batch_size or size, batch, step.options),
     )
+
+
+def max_tokens_of(micro_batch_size: int, batch: Any, options: StepOptions) -> int | None:
+    """Padded tokens of a micro-batch of the longest samples; None when samples have no lengths."""
+    return None if options.length is None else max(micro_batch_size * longest_of(batch, options), 1)
+
+
+def planned_length(plan: Plan | None) -> int | None:
+    """The longest length that the micro-batch size was planned for; None when it was not planned with lengths."""
+    return None if plan is None or plan.max_tokens is None else max(plan.max_tokens // plan.micro_batch_size, 1)
 
 
 def _largest(

@@ -17,13 +17,18 @@ from torch.utils.data import Dataset
 from bigbatch.batch.weighing import IGNORED
 from bigbatch.training.task import Metrics, Task
 
-_MAX_TOKENS = 128
+_MAX_TOKENS = 512
 _NUM_BYTES = 256
 _LEARNING_RATE = 4e-3
+_MOST_IN_A_MICRO_BATCH = 16 * _MAX_TOKENS
 
 
 def text() -> Task:
-    """The task: predict the next byte. Samples are paragraphs, of 2 to 128 tokens, so a mean is one over tokens."""
+    """The task: predict the next byte. A sample is a paragraph, of 1 to 512 tokens.
+
+    So a mean is one over tokens, and samples are grouped by length: in the order in which they come, two of three
+    tokens of a micro-batch would be padding.
+    """
     return Task(
         name="text",
         model=Gpt,
@@ -31,12 +36,15 @@ def text() -> Task:
         loss_fn=_loss,
         weight="tokens",
         collate=_padded,
+        length=_num_tokens,
+        max_tokens=_MOST_IN_A_MICRO_BATCH,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE),
         scheduler=lambda optimizer, total_steps: OneCycleLR(optimizer, _LEARNING_RATE, total_steps),
         max_grad_norm=1.0,
         eval_data=lambda: Paragraphs(train=False),
         evaluate=_evaluate,
         batch_size=128,
+        eval_batch_size=16,
         epochs=6,
     )
 
@@ -44,7 +52,7 @@ def text() -> Task:
 class Gpt(nn.Module):
     """A transformer that sees only what came before; the embedding of the bytes is the output head too.
 
-    The input has shape ``(N, T)`` with ``T`` up to 128, the output, logits, ``(N, T, 256)``.
+    The input has shape ``(N, T)`` with ``T`` up to 512, the output, logits, ``(N, T, 256)``.
     """
 
     def __init__(self, width: int = 96, num_layers: int = 2, num_heads: int = 4):
@@ -120,12 +128,16 @@ def _pieces(paragraph: bytes) -> list[torch.Tensor]:
     return [tokens[start : start + _MAX_TOKENS + 1] for start in starts]
 
 
-def _padded(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _num_tokens(sample: torch.Tensor) -> int:
+    return len(sample) - 1
+
+
+def _padded(samples: list[torch.Tensor], pad_to_multiple_of: int = 1) -> dict[str, torch.Tensor]:
     """Tokens and labels, each ``(N, T)`` with ``T`` of the longest sample; labels are -100 where there is padding."""
-    return {
-        "tokens": pad_sequence([sample[:-1] for sample in samples], batch_first=True),
-        "labels": pad_sequence([sample[1:] for sample in samples], batch_first=True, padding_value=IGNORED),
-    }
+    tokens = pad_sequence([sample[:-1] for sample in samples], batch_first=True)
+    labels = pad_sequence([sample[1:] for sample in samples], batch_first=True, padding_value=IGNORED)
+    more = -tokens.shape[1] % pad_to_multiple_of
+    return {"tokens": F.pad(tokens, (0, more)), "labels": F.pad(labels, (0, more), value=IGNORED)}
 
 
 def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

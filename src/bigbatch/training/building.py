@@ -15,6 +15,7 @@ from bigbatch.stepping.learning_rate import total_steps
 from bigbatch.training import randomness
 from bigbatch.training.data import check_map_style
 from bigbatch.training.group import ALONE, Group
+from bigbatch.training.switches import Switches
 from bigbatch.training.task import Task
 from bigbatch.values import StepOptions
 
@@ -47,15 +48,24 @@ class Parts:
         return self.options.ema if isinstance(self.options.ema, nn.Module) else self.model
 
 
-def build(task: Task, device: torch.device, *, dtype: torch.dtype | None = None, group: Group = ALONE) -> Parts:
+def build(
+    task: Task,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    group: Group = ALONE,
+    switches: Switches | None = None,
+) -> Parts:
     """Set the seed, and call the functions of a task once each.
 
     Args:
         dtype: Cast the model to it before the optimizer is made.
         group: The ranks of the run. All begin with the weights of rank 0, and each goes on with random numbers of its
             own; those of rank 0 are those of a run of one process.
+        switches: What makes the model faster; switched on before it is wrapped, which takes it as it lies in memory.
 
     Raises:
+        OptionError: A switch does not go with FSDP2.
         TaskError: A function returned what a run cannot use.
     """
     train_data = task.train_data()
@@ -73,6 +83,8 @@ def build(task: Task, device: torch.device, *, dtype: torch.dtype | None = None,
     model = _model_of(task).to(device=device, dtype=dtype)
     if group.is_sharded and task.ema is not None:
         raise TaskError("The task has an ema, and weights that are spread over ranks cannot be averaged yet: use DDP.")
+    if switches is not None:
+        switches.apply(model, device, is_sharded=group.is_sharded)
     # Before anything copies weights: they may have been drawn from something else than the seed of torch.
     stepped = group.wrapped(model, device)
     num_steps = total_steps(len(train_data), task.batch_size, epochs=task.epochs)

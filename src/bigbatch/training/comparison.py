@@ -105,7 +105,7 @@ def compare_steps(
 def _in_float64(task: Task) -> Task:
     collate = task.collate
     doubled = None if collate is None else (lambda samples: wide_batch(collate(samples), torch.float64))
-    return dataclasses.replace(task, precision="fp32", collate=doubled)
+    return dataclasses.replace(task, precision="fp32", collate=doubled, pad_to_multiple_of=None)
 
 
 def _twin(task: Task, parts: Parts, device: torch.device) -> Parts:

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from bigbatch.batch.structure import is_array, mapped
 from bigbatch.errors import TaskError
 from bigbatch.stepping.learning_rate import total_steps
+from bigbatch.training.packing import PackedList
 from bigbatch.training.randomness import seed_of
 from bigbatch.training.task import Task
 
@@ -179,7 +180,7 @@ def train_loader(task: Task, data: Any, *, first_step: int = 0, rank: int = 0, w
     return DataLoader(
         _SeededData(data, task.seed),  # pyright: ignore[reportArgumentType]
         batch_sampler=Shares(order, rank, world_size),  # pyright: ignore[reportArgumentType]
-        collate_fn=_as_they_are if task.collate is not None else _collated,
+        collate_fn=_collated if task.collate is None else _packed if task.num_workers else _as_they_are,
         num_workers=task.num_workers,
         worker_init_fn=_begin_worker,
         # Without a generator of its own the loader draws from the one that the model draws from.
@@ -188,7 +189,11 @@ def train_loader(task: Task, data: Any, *, first_step: int = 0, rank: int = 0, w
 
 
 def _as_they_are(samples: Any) -> list[Any]:
-    return [] if isinstance(samples, _NoSamples) else samples
+    return [] if isinstance(samples, _NoSamples) else list(samples)
+
+
+def _packed(samples: Any) -> PackedList:
+    return PackedList(_as_they_are(samples))
 
 
 def _collated(samples: Any) -> Any:

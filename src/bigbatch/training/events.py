@@ -37,6 +37,8 @@ class RunInfo:
         budget_bytes: The memory budget, or None.
         first_step: Steps that were made before, by a run that this one goes on from.
         num_ranks: Processes that share each batch.
+        num_workers: Processes that load the data.
+        switches: What was switched on to make it faster, as on the command line.
     """
 
     task: str
@@ -50,6 +52,8 @@ class RunInfo:
     budget_bytes: int | None = None
     first_step: int = 0
     num_ranks: int = 1
+    num_workers: int = 0
+    switches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class StepRecord:
         seconds_left: Expected time to the end of the run.
         samples_per_second: Over the run so far, evaluation included.
         peak_bytes: Counted peak of a step of this run, when one was counted; on CUDA, of the allocator.
+        data_seconds: What the run waited for this batch; not in ``seconds``.
+        data_share: Of the time since the first batch of this process: what went into waiting for batches.
     """
 
     step: int
@@ -79,6 +85,8 @@ class StepRecord:
     seconds_left: float
     samples_per_second: float
     peak_bytes: int | None = None
+    data_seconds: float = 0.0
+    data_share: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for a log, flat. This reads the tensors."""
@@ -95,6 +103,7 @@ class StepRecord:
             "micro_batch_size": max(sizes, default=None),
             "accumulation_steps": len(sizes),
             "retries": result.retries,
+            "padding": result.padding,
         }
 
 
@@ -144,6 +153,8 @@ class RunResult:
         epochs: All epochs.
         noise_scale: Gradient noise scale after the last step, in samples, as in ``StepResult``; None: not asked for.
         num_ranks: Processes that shared each batch.
+        data_share: See ``StepRecord``.
+        data_advice: What to do when the run waited long for its data; empty when it did not.
     """
 
     task: str
@@ -164,6 +175,8 @@ class RunResult:
     epochs: tuple[EpochRecord, ...] = ()
     noise_scale: float | None = None
     num_ranks: int = 1
+    data_share: float = 0.0
+    data_advice: str = ""
 
 
 class Listener:

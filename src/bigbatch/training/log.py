@@ -150,7 +150,7 @@ class TensorBoardLog(_Blocks):
 
     def write_step(self, step: dict[str, Any]) -> None:
         """Write the numbers of a step."""
-        for name in ("loss", "grad_norm", "noise_scale", "learning_rate", "samples_per_second"):
+        for name in ("loss", "grad_norm", "noise_scale", "learning_rate", "samples_per_second", "data_share"):
             if isinstance(step[name], int | float):  # what is not finite is text, for JSON
                 self._writer.add_scalar(f"train/{name}", step[name], step["step"])
 

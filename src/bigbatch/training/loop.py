@@ -21,7 +21,9 @@ from bigbatch.training.group import ALONE, Group
 from bigbatch.training.progress import Progress
 from bigbatch.training.saving import Saver
 from bigbatch.training.sharding import reshard
+from bigbatch.training.switches import Switches
 from bigbatch.training.task import Task
+from bigbatch.training.waiting import Waiting, advice
 from bigbatch.values import StepResult
 
 
@@ -36,6 +38,7 @@ class Run:
         listeners: Who hears of it; more can be added to ``run.listeners``.
         group: The ranks that run it together, each with its share of every batch.
         count_every_step: Count the peak of all full steps and not of one. On CPU this takes time.
+        switches: What makes it faster.
 
     Attributes:
         task: What is run.
@@ -58,11 +61,13 @@ class Run:
         listeners: Sequence[Listener] = (),
         count_every_step: bool = False,
         group: Group = ALONE,
+        switches: Switches | None = None,
     ):
         self.task = task
         self.device = torch.device(device)
         self.group = group
-        self.parts = build(task, self.device, group=group)
+        switches = switches or Switches()
+        self.parts = build(task, self.device, group=group, switches=switches)
         self.peak_bytes: int | None = None
         self.peak_step: int | None = None
         self._count_every_step = count_every_step
@@ -76,9 +81,10 @@ class Run:
             **vars(self.parts.options),
         )
         self.step.on_micro_batch = lambda number, count: self._tell("micro_batch", number, count)
-        self.info = _info_of(task, self.parts, self.step, self.device, group)
+        self.info = _info_of(task, self.parts, self.step, self.device, group, switches)
         self.progress = Progress()
         self._clock = _Clock()
+        self._waiting = Waiting()
 
     def train(self, saver: Saver | None = None) -> RunResult:
         """Run all epochs, or those that are left.
@@ -112,7 +118,7 @@ class Run:
         self._clock.start(self.progress.seconds, self.progress.num_samples)
         first = self.progress.num_steps
         loader = train_loader(self.task, self.parts.train_data, first_step=first, **self._of_this_rank)
-        for index, batch in enumerate(islice(loader, limit), first):
+        for index, batch in enumerate(self._waiting.timed(islice(loader, limit)), first):
             if index == first and self.step.budget_bytes is not None and self.step.plan is None:
                 # A run that goes on may begin with the rest of an epoch, which says nothing about a full batch.
                 self._fit(batch if index == 0 else self.first_batch())
@@ -181,6 +187,8 @@ class Run:
             seconds_left=self._clock.seconds / (index + 1) * (self.parts.total_steps - index - 1),
             samples_per_second=self._clock.samples_per_second,
             peak_bytes=self.peak_bytes,
+            data_seconds=self._waiting.last_seconds,
+            data_share=self._waiting.share,
         )
 
     def _counted(self, index: int, batch: Any) -> StepResult:
@@ -227,10 +235,12 @@ class Run:
             samples_per_second=self._clock.samples_per_second,
             epochs=tuple(progress.epochs),
             noise_scale=self.step.noise_scale.value,
+            data_share=self._waiting.share,
+            data_advice=advice(self._waiting.share, self.task.num_workers),
         )
 
 
-def _info_of(task: Task, parts: Parts, step: Step, device: torch.device, group: Group) -> RunInfo:
+def _info_of(task: Task, parts: Parts, step: Step, device: torch.device, group: Group, switches: Switches) -> RunInfo:
     return RunInfo(
         task=task.name,
         device=str(device) if group.world_size == 1 else device.type,
@@ -242,6 +252,8 @@ def _info_of(task: Task, parts: Parts, step: Step, device: torch.device, group: 
         total_steps=parts.total_steps,
         seed=task.seed,
         budget_bytes=step.budget_bytes,
+        num_workers=task.num_workers,
+        switches=switches.names,
     )
 
 

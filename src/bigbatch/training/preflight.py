@@ -17,6 +17,7 @@ from bigbatch.stepping.learning_rate import total_steps
 from bigbatch.training.events import Listener
 from bigbatch.training.group import ALONE, Group
 from bigbatch.training.loop import Run
+from bigbatch.training.switches import Switches
 from bigbatch.training.task import Task
 from bigbatch.units import format_bytes, format_seconds
 from bigbatch.values import check_positive
@@ -82,6 +83,7 @@ def preflight(
     micro_batch_size: int | None = None,
     listeners: Sequence[Listener] = (),
     group: Group = ALONE,
+    switches: Switches | None = None,
 ) -> Preflight:
     """Make ``num_steps`` steps of a fresh build of the task, and check memory, loss, gradient norms and step times.
 
@@ -99,6 +101,7 @@ def preflight(
         listeners=listeners,
         count_every_step=True,
         group=group,
+        switches=switches,
     )
     seen: list[dict[str, Any]] = []
     expected_bytes = None

@@ -229,7 +229,9 @@ def _options_of_the_gradient(options: StepOptions, dtype: torch.dtype, dropout: 
     plain = {name: getattr(StepOptions(), name) for name in AFTER_THE_GRADIENT}
     collate = options.collate
     wide = collate and (lambda samples: wide_batch(collate(samples), dtype))
-    return dataclasses.replace(options, precision="fp32", dropout=dropout, collate=wide, **plain)
+    return dataclasses.replace(
+        options, precision="fp32", dropout=dropout, collate=wide, pad_to_multiple_of=None, **plain
+    )
 
 
 def _check_not_reentrant(loss: torch.Tensor) -> None:
