@@ -58,6 +58,24 @@ def test_what_has_no_effect_is_warned_about():
         Switches(cudnn_benchmark=True, tf32=True).apply(nn.Linear(1, 1), torch.device("cpu"))
 
 
+def test_weights_that_are_spread_over_ranks_cannot_lie_channels_last():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+
+    with pytest.raises(bb.OptionError, match="--channels-last with --parallel fsdp2"):
+        Switches(channels_last=True).apply(model, torch.device("cpu"), is_sharded=True)
+    assert not model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_an_average_of_a_compiled_model_is_one_of_its_weights():
+    """It is copied from a model that is compiled already."""
+    ema = lambda model: torch.optim.swa_utils.AveragedModel(model)  # noqa: E731
+    plain, compiled = Run(tiny_task(ema=ema)), Run(tiny_task(ema=ema), switches=Switches(compile=True))
+
+    assert list(compiled.parts.evaluated.state_dict()) == list(plain.parts.evaluated.state_dict())
+    assert is_compiled(compiled.parts.model)
+    assert not is_compiled(compiled.parts.evaluated)
+
+
 def test_the_log_shows_them():
     run = Run(tiny_task(), switches=Switches(channels_last=True))
 
