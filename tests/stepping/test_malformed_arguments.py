@@ -102,7 +102,7 @@ OF_STEP: dict[type[bb.BigBatchError], list[tuple[dict[str, Any], str]]] = {
         (dict(precision=["fp32"]), r"precision=\['fp32'\]; it is"),
         (dict(accumulation_dtype="int8"), "accumulation_dtype='int8'; it is a floating"),
         (dict(accumulation_dtype=float), "accumulation_dtype=<class 'float'>"),
-        (dict(batch_norm="mean"), "batch_norm='mean'; it is one of 'merge', 'frozen', 'native'"),
+        (dict(batch_norm="mean"), "batch_norm='mean'; it is one of 'merge', 'exact', 'frozen', 'native'"),
         (dict(on_non_finite="ignore"), "on_non_finite='ignore'; it is one of 'raise', 'skip'"),
         (dict(max_skipped=0), "max_skipped=0"),
         (dict(weight="token"), "weight is 'token'; it is \"samples\""),

@@ -552,3 +552,33 @@ def test_after_a_failure_the_parameters_have_no_foreign_gradient_dtype(fail_at):
     assert [p.grad_dtype for p in model.parameters()] == dtypes
     loss_fn(model, make_batch(dtype=torch.bfloat16)).backward()
     assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+
+
+@pytest.fixture
+def no_room_for_the_second_tensor(monkeypatch):
+    """Of a scaler, which makes its scale and then its counter of steps without overflow."""
+    full, calls = torch.full, []
+
+    def short_of_memory(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return full(*args, **kwargs)
+
+    monkeypatch.setattr("torch.amp.grad_scaler.torch.full", short_of_memory)
+
+
+def test_memory_that_runs_out_while_a_scaler_is_made_loses_nothing(no_room_for_the_second_tensor):
+    model, batch = mlp(), make_batch()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    step = bb.Step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), precision=scaler, micro_batch_size=4)
+    result = step(batch)
+    assert (result.retries, result.skipped, scaler.get_scale()) == (1, False, 4.0)
+
+
+def test_torchs_scaler_alone_is_half_made_when_memory_ran_out(no_room_for_the_second_tensor):
+    scaler = GradScaler("cpu")
+    with pytest.raises(torch.OutOfMemoryError):
+        scaler.scale(torch.ones(()))
+    scaler.scale(torch.ones(()))
+    assert scaler._growth_tracker is None

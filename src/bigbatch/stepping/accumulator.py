@@ -326,9 +326,8 @@ class Accumulator:
             self.on_micro_batch(len(done.sizes), pieces.count)
 
     def _backward(self, shares: list[Share], done: Accumulation) -> None:
-        scaler = self.precision.scaler
         with self.dropout.backward():
-            done.gradients.backward(shares, scaler.scale if scaler else None)
+            done.gradients.backward(shares, self.precision.scale)
 
     def _forward(self, piece: Piece, shares: Shares) -> list[Share]:
         """Loss of one micro-batch, as what of it is to be backpropagated."""

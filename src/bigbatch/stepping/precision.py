@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -62,6 +63,22 @@ class Precision:
         self.autocast_dtype = _DTYPES[precision]
         if self.autocast_dtype == torch.float16:
             self.scaler = GradScaler(device_type)
+
+    @property
+    def scale(self) -> Callable[[Any], Any] | None:
+        """What multiplies by the scale of the loss; None when nothing is scaled."""
+        return None if self.scaler is None else self._scaled
+
+    def _scaled(self, value: Any) -> Any:
+        scaler = self.scaler
+        assert scaler is not None
+        try:
+            return scaler.scale(value)
+        except Exception:
+            # Torch makes two tensors at the first use, and cannot go on with the first of them alone.
+            if scaler._growth_tracker is None:
+                scaler._scale = None
+            raise
 
     def forward(self, device_type: str) -> AbstractContextManager[Any]:
         """The context of a forward. Backward runs outside it, as torch recommends."""
