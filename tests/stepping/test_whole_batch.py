@@ -498,7 +498,7 @@ def test_several_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     passes = TwoPasses(bb.WholeBatchLoss(lambda m, b: m(b), lambda z, b: z.std()), Precision("fp32", "cpu"))
 
-    with pytest.raises(bb.DistributedError, match="outputs of its own rank, and the process group has 2"):
+    with pytest.raises(bb.DistributedError, match="has 2 ranks, .* outputs of its own rank"):
         passes.prepared(None, None, None, None, None).__enter__()  # pyright: ignore[reportArgumentType]
 
 

@@ -47,15 +47,22 @@ def check_loss_fn(loss_fn: Any) -> None:
         raise ArgumentError(
             f"loss_fn is {_described(loss_fn)}; it is a function of the model and a micro-batch: {_A_LOSS_FN}"
         )
-    try:
-        inspect.signature(loss_fn).bind(None, None)
-    except TypeError as error:
+    if why := why_not_called(loss_fn, 2):
         raise ArgumentError(
-            f"loss_fn{inspect.signature(loss_fn)} cannot be called with the model and a micro-batch ({error}). "
+            f"loss_fn{inspect.signature(loss_fn)} cannot be called with the model and a micro-batch ({why}). "
             f"For example: {_A_LOSS_FN}"
-        ) from None
+        )
+
+
+def why_not_called(function: Any, num_arguments: int) -> str:
+    """Why it cannot be called with so many arguments, as Python says it; empty when it can."""
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments)
+    except TypeError as error:
+        return str(error)
     except ValueError:  # a builtin without a signature: the call will tell
         pass
+    return ""
 
 
 def _call_of_plain_loss(loss_fn: Any) -> str | None:
@@ -117,7 +124,7 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
             )
         if not callable(getattr(one, "step", None)) or isinstance(one, torch.optim.Optimizer | type):
             raise OptionError(f"scheduler is {_described(one)}; it is a torch.optim.lr_scheduler, or a list of them.")
-        if not _can_step_alone(one):
+        if why_not_called(one.step, 0):
             raise OptionError(
                 f"{type(one).__name__}.step{inspect.signature(one.step)} needs an argument, such as a metric, which "
                 f"a step does not have. Leave it out of the options and step it yourself."
@@ -130,26 +137,13 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
     return found
 
 
-def _can_step_alone(scheduler: Any) -> bool:
-    try:
-        inspect.signature(scheduler.step).bind()
-    except TypeError:
-        return False
-    except ValueError:  # a builtin without a signature: the call will tell
-        pass
-    return True
-
-
-def check_one_process(what: str) -> None:
+def check_one_process(what: str, why: str = "") -> None:
     """Raise ``DistributedError`` in a process group of several ranks, where ``what`` works in one process only."""
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise DistributedError(
-            f"The process group has {torch.distributed.get_world_size()} ranks, and {what} works in one process only: "
-            f"leave it out, or run it without torchrun."
+            f"The process group has {distributed.get_world_size()} ranks, and {what} works in one process only"
+            f"{why and ', for '}{why}: leave it out, or run it without torchrun."
         )
 
 
@@ -258,9 +252,7 @@ def warn_of_ignored_labels(pieces: Pieces) -> None:
     if isinstance(pieces.pieces, list) and any(has_ignored_labels(piece.micro_batch) for piece in pieces.pieces):
         warn(
             "Labels hold -100, which a mean over tokens leaves out, but the micro-batches were weighed by samples. "
-            "Write "
-            'weight="tokens", or weight="next_tokens" for a model that shifts the labels inside (for a leaf that is '
-            'named "labels"; a function otherwise: weight=lambda batch: (batch[1] != -100).sum()); weight="samples" '
-            "if the loss "
-            "is a mean over samples after all."
+            'Write weight="tokens", or weight="next_tokens" for a model that shifts the labels inside (for a leaf that '
+            'is named "labels"; a function otherwise: weight=lambda batch: (batch[1] != -100).sum()); weight="samples" '
+            "if the loss is a mean over samples after all."
         )

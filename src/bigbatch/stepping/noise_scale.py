@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from bigbatch.errors import LossError, OptionError
-from bigbatch.stepping.checks import check_one_process, parameters_of
+from bigbatch.stepping.checks import parameters_of
 from bigbatch.stepping.norms import total_norm
 
 if TYPE_CHECKING:
@@ -152,7 +152,6 @@ class NoiseScale:
         return self._pending.ratio if self._pending.num_steps else None
 
     def _of_step(self, done: Accumulation, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        check_one_process("noise_scale=True")  # several add up the parts of all, and the gradient is that of all
         shares, num_samples = done.shares, sum(done.sizes)
         if shares.num_backwards > 1 or shares.has_constants:
             raise LossError(_CANNOT_BE_TOLD_APART)

@@ -24,12 +24,9 @@ def named_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def with_leaves(value: Any, leaves: Iterable[Any]) -> Any:
     """The same nesting with other leaves, in the order of ``named_leaves``."""
-    return _filled(value, iter(leaves))
-
-
-def _filled(value: Any, leaves: Iterator[Any]) -> Any:
+    left = iter(leaves)
     inside = None if isinstance(value, Sum) else children(value)
-    return next(leaves) if inside is None else rebuilt(value, [_filled(inner, leaves) for _, inner in inside])
+    return next(left) if inside is None else rebuilt(value, [with_leaves(inner, left) for _, inner in inside])
 
 
 def opened(leaf: Any) -> Any:

@@ -22,11 +22,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from bigbatch.errors import BatchError, DistributedError, LossError, OptionError, warn
+from bigbatch.errors import BatchError, LossError, OptionError, warn
 from bigbatch.memory.offloading import Host, host_of
 from bigbatch.memory.saving import Parcel, SavedOnHost
 from bigbatch.memory.switching import computing, has_forward_of_its_own
 from bigbatch.stepping.batchnorm import Merged, layers_of, update_running_statistics, uses_batch_statistics
+from bigbatch.stepping.checks import check_one_process
 from bigbatch.stepping.compiled import is_compiled
 from bigbatch.stepping.lockstep import Lockstep, this_worker
 from bigbatch.stepping.precision import at_least_float32
@@ -229,13 +230,7 @@ class PooledBatchNorm:
 
 def check_ranks() -> None:
     """Raise ``DistributedError`` in a process group of several ranks: their statistics are not joined."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise DistributedError(
-            f'batch_norm="exact" joins the micro-batches of one process, and the process group has '
-            f"{distributed.get_world_size()} ranks: their statistics are not joined yet. Run one process, or give "
-            f'batch_norm="merge" (SyncBatchNorm joins ranks, but not micro-batches).'
-        )
+    check_one_process('batch_norm="exact"', 'statistics of ranks are not joined yet (batch_norm="merge" merges them)')
 
 
 class _Gradient:

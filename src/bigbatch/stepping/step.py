@@ -161,7 +161,7 @@ class Step:
         """
         ranks = self.accumulator.ranks
         if self.options.noise_scale:
-            check_one_process("noise_scale=True")  # here, where it is said on all ranks at once
+            check_one_process("noise_scale=True")  # parts are of this rank, and the gradient is of all
         self.accumulator.step_number = self.num_steps + self.num_skipped  # the same when it is made again
         done = self.accumulator.run(
             batch, micro_batch_size, named, check=lambda: check_no_gradients(named, parameters_of(self.optimizers))

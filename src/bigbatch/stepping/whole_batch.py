@@ -12,7 +12,6 @@ micro-batch with its graph and the backward from its rows of $g$. The second pas
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ import torch
 
 from bigbatch.batch.logical import LogicalBatch, Piece, Pieces
 from bigbatch.batch.moving import on_device
-from bigbatch.errors import ArgumentError, DistributedError, LossError
+from bigbatch.errors import ArgumentError, LossError
 from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.stepping.checks import check_one_process, why_not_called
 from bigbatch.stepping.losses import Sum, terms_of
 from bigbatch.stepping.outputs import can_vary, check_leaf, joined_leaves, named_leaves, num_rows, opened, with_leaves
 from bigbatch.stepping.placing import say_where
@@ -72,15 +72,11 @@ class WholeBatchLoss:
             ("forward", self.forward, "forward=lambda model, micro_batch: model(micro_batch[0])"),
             ("loss", self.loss, "loss=lambda outputs, batch: bb.sup_con(outputs, batch[1])"),
         ):
-            try:
-                inspect.signature(given.forward if isinstance(given, torch.nn.Module) else given).bind(None, None)
-            except TypeError as error:
+            if why := why_not_called(given.forward if isinstance(given, torch.nn.Module) else given, 2):
                 raise ArgumentError(
                     f"{name} of WholeBatchLoss is a {type(given).__name__} that cannot be called with two arguments "
-                    f"({error}). Write {line}."
-                ) from None
-            except ValueError:  # a builtin without a signature: the call will tell
-                pass
+                    f"({why}). Write {line}."
+                )
 
     def __call__(self, model: Any, batch: Any) -> dict[str, Sum]:
         """The loss of a whole batch at once, by term."""
@@ -175,7 +171,7 @@ class TwoPasses:
             pieces: Its micro-batches.
             undo, statistics: With which buffers are put back after the first pass, so that they are updated once.
         """
-        _check_one_process()
+        check_one_process("bb.WholeBatchLoss", "it sees the outputs of its own rank alone")
         listed = list(pieces.pieces)
         numbered = [piece._replace(micro_batch=_Numbered(piece.micro_batch, k)) for k, piece in enumerate(listed)]
         pieces = Pieces(numbered, len(listed), pieces.totals)
@@ -272,17 +268,6 @@ class TwoPasses:
         gradients = [by_leaf.get(id(leaf)) for leaf in leaves]
         pairs = [(p, g) for p, g in zip(inside, found[len(varying) :], strict=True) if g is not None]
         return {name: value.detach() for name, value in terms.items()}, gradients, pairs, unit
-
-
-def _check_one_process() -> None:
-    """Raise ``DistributedError`` in a process group of several ranks: each would see its own outputs alone."""
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if ranks and torch.distributed.get_world_size() > 1:
-        raise DistributedError(
-            f"A WholeBatchLoss sees the outputs of its own rank, and the process group has "
-            f"{torch.distributed.get_world_size()}: it would be another loss than that of the whole batch. Run one "
-            f"process."
-        )
 
 
 _LESS_MEMORY = (
