@@ -70,6 +70,20 @@ class Merged:
     mean: torch.Tensor
     squares: torch.Tensor
 
+    def add(self, count: float, mean: torch.Tensor, squares: torch.Tensor, *, pools_samples: bool = True) -> None:
+        """Merge in those of other values, by the formula of Chan, Golub and LeVeque (1979).
+
+        Args:
+            pools_samples: False: the mean of variances of samples, as InstanceNorm has it.
+        """
+        total = self.count + count
+        difference = mean - self.mean
+        self.mean += difference * (count / total)
+        self.squares += squares
+        if pools_samples:
+            self.squares += difference.square() * (self.count * count / total)
+        self.count = total
+
 
 class _Layer:
     """A layer whose running statistics are merged."""
@@ -108,16 +122,7 @@ class _Layer:
         if call == len(self.merged):
             self.merged.append(Merged(count, mean, squares))
         else:
-            self._merge(self.merged[call], count, mean, squares)
-
-    def _merge(self, into: Merged, count: float, mean: torch.Tensor, squares: torch.Tensor) -> None:
-        total = into.count + count
-        difference = mean - into.mean
-        into.mean += difference * (count / total)
-        into.squares += squares
-        if self.pools_samples:
-            into.squares += difference.square() * (into.count * count / total)
-        into.count = total
+            self.merged[call].add(count, mean, squares, pools_samples=self.pools_samples)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -268,7 +273,7 @@ class MergedStatistics:
                     if call == len(layer.merged):
                         layer.merged.append(Merged(count, mean.clone(), squares.clone()))
                     else:
-                        layer._merge(layer.merged[call], count, mean, squares)
+                        layer.merged[call].add(count, mean, squares, pools_samples=layer.pools_samples)
 
     def commit(self) -> None:
         """Update the running statistics once for each call of a layer in the forward of the big batch."""

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.batch.moving import moved
 from bigbatch.errors import BatchError, LossError, warn
+from bigbatch.stepping.batchnorm import Merged
 from bigbatch.stepping.checks import check_model
 from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.undo import Undo
@@ -89,33 +90,8 @@ def _layers_of(model: nn.Module) -> list[_BatchNorm]:
     return [layer for layer in found if layer.training or not model.training]
 
 
-class _Merged:
-    """Count, mean and sum of squared differences of one call of a layer in each forward; float64, shape ``(C,)``."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean: Any = 0.0
-        self.squares: Any = 0.0
-
-    def add(self, count: int, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Chan, Golub and LeVeque (1979)."""
-        total = self.count + count
-        delta = mean - self.mean
-        self.squares = self.squares + variance * count + delta.square() * (self.count * count / total)
-        self.mean = self.mean + delta * (count / total)
-        self.count = total
-
-    @property
-    def biased(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a forward in train mode normalises by."""
-        return self.mean, self.squares / self.count
-
-    def equals(self, other: _Merged) -> bool:
-        """Bit for bit."""
-        return torch.equal(self.mean, other.mean) and torch.equal(self.squares, other.squares)
-
-
-_Found = dict[_BatchNorm, list[_Merged]]
+_Found = dict[_BatchNorm, list[Merged]]
+"""Statistics of each call of a layer in a forward; float64."""
 
 
 def _passes(
@@ -158,10 +134,10 @@ def _passes(
 
 def _same(found: _Found, before: _Found) -> bool:
     pairs = [(a, b) for layer in found for a, b in zip(found[layer], before[layer], strict=True)]
-    return all(a.equals(b) for a, b in pairs)
+    return all(torch.equal(a.mean, b.mean) and torch.equal(a.squares, b.squares) for a, b in pairs)
 
 
-def _counts(found: _Found) -> dict[_BatchNorm, list[int]]:
+def _counts(found: _Found) -> dict[_BatchNorm, list[float]]:
     return {layer: [call.count for call in calls] for layer, calls in found.items()}
 
 
@@ -191,14 +167,17 @@ class _Pass:
         number = self._num_calls.get(layer, 0)
         self._num_calls[layer] = number + 1
         calls = self.found.setdefault(layer, [])
-        if number == len(calls):
-            calls.append(_Merged())
-        dims = [dim for dim in range(x.dim()) if dim != 1]
+        dims, count = [dim for dim in range(x.dim()) if dim != 1], x.numel() // x.shape[1]
         variance, mean = torch.var_mean(x.to(torch.float64), dims, correction=0)
-        calls[number].add(x.numel() // x.shape[1], mean, variance)
-        if self._known and number >= len(self._known.get(layer, ())):
-            raise BatchError(_NOT_THE_SAME)
-        mean, variance = self._known[layer][number].biased if self._known else (mean, variance)
+        if number == len(calls):
+            calls.append(Merged(count, mean.clone(), variance * count))
+        else:
+            calls[number].add(count, mean, variance * count)
+        if self._known:
+            if number >= len(self._known.get(layer, ())):
+                raise BatchError(_NOT_THE_SAME)
+            known = self._known[layer][number]
+            mean, variance = known.mean, known.squares / known.count  # as a forward in train mode would
         layer.running_mean.copy_(mean)
         layer.running_var.copy_(variance)
 
@@ -223,10 +202,10 @@ def _forward(model: nn.Module, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 
-def _write(layer: Any, calls: list[_Merged]) -> None:
+def _write(layer: Any, calls: list[Merged]) -> None:
     """As ``momentum=None`` from the start would after one pass: the plain average of the calls of a forward."""
     with torch.no_grad():
-        layer.running_mean.copy_(sum(call.mean for call in calls) / len(calls))
-        layer.running_var.copy_(sum(call.squares / (call.count - 1) for call in calls) / len(calls))
+        layer.running_mean.copy_(torch.stack([call.mean for call in calls]).mean(0))
+        layer.running_var.copy_(torch.stack([call.squares / (call.count - 1) for call in calls]).mean(0))
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.fill_(len(calls))
