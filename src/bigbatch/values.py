@@ -279,7 +279,7 @@ class StepOptions:
         for name in ("grad_norm", "noise_scale", "zero_missing_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r}; it is True or False.")
-        if self.noise_scale and str(self.batch_norm) == "exact":
+        if self.noise_scale and self.batch_norm == "exact":
             raise OptionError(
                 'noise_scale=True does not go with batch_norm="exact": no micro-batch has a gradient of its own there. '
                 "Leave one of them out."

@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from bigbatch.cli.running import Wanted
 from bigbatch.reporting.bench_pictures import draw_bench
 from bigbatch.reporting.bench_text import bench_report, row_text
 from bigbatch.reporting.frontier import needed
+from bigbatch.reporting.text import rendered
 from bigbatch.training.bench import BenchListener, bench
-from bigbatch.training.bench_result import BenchResult, BenchRow
+from bigbatch.training.bench_result import BenchRow
 from bigbatch.training.log import make_run_dir
 from bigbatch.training.rank import Rank
 from bigbatch.training.ways import Ways
@@ -56,7 +55,7 @@ def run(wanted: Wanted, *, folder: Path | None, pictures: bool, **how: Any) -> N
         needed("matplotlib")
     with _without_warnings_of_each_step():
         found = bench(task, device=device, memory_budget=wanted.memory_budget, listener=_Lines(), **how)
-    text = _text(found)
+    text = rendered(bench_report(found), _WIDTH)
     _say(f"\n{text}")
     place = make_run_dir(folder, f"bench-{task.name}")
     files = [place / "bench.json", place / "bench.txt"]
@@ -65,13 +64,6 @@ def run(wanted: Wanted, *, folder: Path | None, pictures: bool, **how: Any) -> N
     if pictures:
         files += draw_bench(found, place)
     _say(f"files: {', '.join(map(str, files))}")
-
-
-def _text(found: BenchResult) -> str:
-    console = Console(width=_WIDTH, highlight=False)
-    with console.capture() as captured:
-        console.print(bench_report(found))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 @contextlib.contextmanager

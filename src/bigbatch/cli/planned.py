@@ -22,6 +22,7 @@ from bigbatch.planning.explanation import explain
 from bigbatch.planning.search import Recompute, frontier, undominated
 from bigbatch.reporting.frontier import Frontier, check_can_be_drawn, draw_frontier
 from bigbatch.reporting.plan_text import Planned, plan_report
+from bigbatch.reporting.text import rendered
 from bigbatch.reporting.timeline import draw_timeline
 from bigbatch.stepping.planner import Planner
 from bigbatch.stepping.step import Step
@@ -248,11 +249,7 @@ def _print_report(report: RenderableType) -> None:
     if sys.stdout.isatty():
         Console(highlight=False).print(report)
         return
-    console = Console(width=_WIDTH, highlight=False)
-    with console.capture() as captured:
-        console.print(report)
-    # Cells are filled up with spaces; a file has no use for them.
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print(rendered(report, _WIDTH))
 
 
 def _frontier(found: Planned, fastest: tuple[Plan, ...]) -> Frontier:

@@ -27,6 +27,11 @@ _BETTER = 1 - 1e-9
 Recompute = Literal["all", "none"] | Sequence[str | tuple[str, ...]] | None
 
 
+def names_held(recompute: Recompute) -> tuple[str | tuple[str, ...], ...]:
+    """The modules, and groups of them, that are held by name."""
+    return () if recompute is None or isinstance(recompute, str) else tuple(recompute)
+
+
 class Choice(NamedTuple):
     """A cut and what is recomputed in it. The least seconds come first, then the least bytes."""
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from rich.console import Console, RenderableType
+
 from bigbatch.training.events import RunInfo, RunResult, is_accuracy
 from bigbatch.training.preflight import Preflight
 from bigbatch.units import format_bytes, format_seconds
@@ -172,6 +174,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return "\n".join("  ".join([*map(str.ljust, row[:-1], widths), row[-1]]) for row in rows)
+
+
+def rendered(report: RenderableType, width: int) -> str:
+    """A report as plain text, without the spaces that fill up its cells."""
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(report)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def preflight_text(found: Preflight) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from bigbatch.errors import OptionError
+from bigbatch.stepping.checks import why_not_called
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.optimizer_undo import Copies, are_little
 
@@ -30,9 +31,9 @@ def updater_of(ema: Any) -> Callable[[nn.Module], Any] | None:
         signature = inspect.signature(update)
     except ValueError:
         return update
-    if _can_be_called(signature) and "model" not in signature.parameters:
+    if not why_not_called(update, 0) and "model" not in signature.parameters:
         return lambda model: update()
-    if not _can_be_called(signature, None):
+    if why_not_called(update, 1):
         raise OptionError(
             f"ema.{update.__name__}{signature} needs more than the model; give an object with update(model)."
         )
@@ -55,11 +56,3 @@ def update_all_or_nothing(update: Callable[[nn.Module], Any], ema: Any, model: n
     kept: list[Copies] = []
     insist(lambda: kept.append(Copies(tensors)))
     insist(lambda: update(model), undo=kept[0].restore)
-
-
-def _can_be_called(signature: inspect.Signature, *args: Any) -> bool:
-    try:
-        signature.bind(*args)
-    except TypeError:
-        return False
-    return True

@@ -12,6 +12,8 @@ from bigbatch.stepping.precision import at_least_float32
 from bigbatch.stepping.shares import Factor, Group, Share
 
 _CACHED_COEFFICIENTS = 64
+NONE, DENSE, SPARSE = 0, 1, 2
+"""Whether a parameter has a gradient, and which kind."""
 
 
 class Stamps(NamedTuple):
@@ -169,10 +171,10 @@ class Gradients:
             p.grad = gradient
 
     def presence(self) -> list[int]:
-        """For each parameter: 0 for no gradient, 1 for a dense one, 2 for a sparse one."""
+        """For each parameter ``NONE``, ``DENSE`` or ``SPARSE``."""
         layers = [self._found(), *self._parked.values()]
         found = [[layer[p].is_sparse for layer in layers if p in layer] for p in self.parameters]
-        return [0 if not sparse else 2 if all(sparse) else 1 for sparse in found]
+        return [NONE if not sparse else SPARSE if all(sparse) else DENSE for sparse in found]
 
     def correct(self, factors: dict[Group, Factor]) -> None:
         """Multiply the gradient of each group by its factor, and add the groups up in ``.grad``."""

@@ -15,6 +15,7 @@ from bigbatch.planning.advice import with_advice
 from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import Line, MemoryProfile, Slot
 from bigbatch.planning.search import Recompute, search
+from bigbatch.planning.space import names_held
 from bigbatch.stepping import sizing
 from bigbatch.stepping.checks import check_model
 from bigbatch.stepping.planner import UNLIMITED, Planner
@@ -181,8 +182,7 @@ def _only_size(micro_batch_size: int | None, batch_size: int) -> int:
 
 def _names_in(recompute: Recompute) -> list[str]:
     """The modules that are held, of which it must be known what recomputing them costs."""
-    entries = [] if recompute is None or isinstance(recompute, str) else recompute
-    return [name for entry in entries for name in ([entry] if isinstance(entry, str) else entry)]
+    return [name for entry in names_held(recompute) for name in ([entry] if isinstance(entry, str) else entry)]
 
 
 def _planner(

@@ -19,9 +19,10 @@ from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import NOTHING, Line, MemoryProfile, Slot
 from bigbatch.planning.search import MARGIN, Recompute, nothing_fits, search
 from bigbatch.planning.simulate import Simulation
+from bigbatch.planning.space import names_held
 from bigbatch.planning.timeline import Timeline, read_timeline
 from bigbatch.stepping import sizing
-from bigbatch.stepping.pooled_plans import as_one_micro_batch, plan_pooled, sizes_in_lockstep
+from bigbatch.stepping.pooled_plans import as_one_micro_batch, plan_pooled
 from bigbatch.stepping.pricing import Roofline
 from bigbatch.stepping.profiling import bytes_of_batch, profile_of
 from bigbatch.stepping.shadow import Shadow
@@ -106,7 +107,7 @@ class Planner:
                 'recompute="all" is all blocks of a model, which are found by tracing it, and this one cannot be '
                 'traced. Name them: recompute=("blocks.0", "blocks.1").'
             )
-        names = () if recompute is None or isinstance(recompute, str) else tuple(recompute)
+        names = names_held(recompute)
         step.wanted_micro_batch_size = micro_batch_size
         with apply(Plan(micro_batch_size=batch_size, recompute=names), step.model):
             found = sizing.fit(step, self.batch_of(batch_size), budget_bytes or UNLIMITED)
@@ -170,7 +171,8 @@ class Planner:
     def peaks(self, plan: Plan, batch_size: int) -> tuple[int, int]:
         """The peak of tensors alone, and that with the workspace of kernels as far as ``timed`` has measured it."""
         if self._is_in_lockstep(plan, batch_size):
-            record = self.lockstep_shadow.run(sizes_in_lockstep(plan, batch_size), plan)
+            sizes = micro_batch_sizes(batch_size, plan.micro_batch_size, 1)  # a rest of 1 is no trouble here
+            record = self.lockstep_shadow.run(sizes, plan)
             return record.peak_bytes, max(record.peak_bytes, math.ceil(record.most_in_kernels))
         sizes = self.sizes_of(plan, batch_size)
         record = self.shadow.run(self._to_be_traced(sizes), plan)

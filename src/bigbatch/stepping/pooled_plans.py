@@ -12,10 +12,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bigbatch.batch.sizes import micro_batch_sizes
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.planning.costs import MemoryProfile
-from bigbatch.planning.search import Recompute
+from bigbatch.planning.space import Recompute, names_held
 from bigbatch.stepping.accumulator import Accumulator
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
@@ -29,7 +28,7 @@ def as_one_micro_batch(step: Step) -> Step:
     """The step as it is when the whole batch is one micro-batch; it shares all with the original."""
     twin = copy.copy(step)
     twin.options = replace(step.options, batch_norm="native")
-    twin.accumulator = Accumulator(step.model, step.accumulator.loss_fn, twin.options)
+    twin.accumulator = Accumulator(step.model, step.accumulator.given_loss_fn, twin.options)
     twin.accumulator.most_samples = step.accumulator.most_samples
     return twin
 
@@ -102,9 +101,4 @@ def _names(recompute: Recompute) -> tuple[str | tuple[str, ...], ...]:
             'recompute="all" and micro-batches with batch_norm="exact": in lock-step what is recomputed is there for '
             "all micro-batches at once, so it saves little. Leave one of them out, or name the modules."
         )
-    return () if recompute is None or isinstance(recompute, str) else tuple(recompute)
-
-
-def sizes_in_lockstep(plan: Plan, batch_size: int) -> list[int]:
-    """Samples in each micro-batch; a rest of 1 is no trouble here."""
-    return micro_batch_sizes(batch_size, plan.micro_batch_size, 1)
+    return names_held(recompute)

@@ -131,7 +131,8 @@ class Ranks:
         failed = [rank for rank, state in enumerate(states) if state == _FAILED]
         if failure is not None and (_state_of(failure) == _FAILED or not failed):
             raise failure
-        kind, ranks = (DistributedError, failed) if failed else (RankMemoryError, _where(states))
+        kind = DistributedError if failed else RankMemoryError
+        ranks = failed or [rank for rank, state in enumerate(states) if state]
         names = ", ".join(map(str, ranks))
         raise kind(
             f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names} failed: {said[ranks[0]]} All ranks undid the step.",
@@ -255,10 +256,6 @@ def _state_of(failure: Exception | None) -> float:
 def _words(error: BaseException) -> str:
     said = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {said if said.endswith('.') else said + '.'}"
-
-
-def _where(states: list[float]) -> list[int]:
-    return [rank for rank, state in enumerate(states) if state]
 
 
 def _all_at_hand(pieces: Pieces, terms: Sequence[str | None]) -> Pieces:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import DistributedError, GradientError, OptionError
+from bigbatch.stepping.gradients import DENSE, NONE, SPARSE
 from bigbatch.stepping.insisting import insist
 from bigbatch.units import format_names
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from bigbatch.stepping.accumulation import Accumulation
 
 _BUCKET_BYTES = 25 * 2**20
-NONE, DENSE, SPARSE = 0, 1, 2
 _BITS, _PER_WORD = 2, 24
 """Of whether a parameter has a gradient; words are sent as float64, which holds 53 bits."""
 
@@ -184,28 +184,15 @@ class Reducer:
                     f"Torch says: {str(error).partition(chr(10))[0]}"
                 ) from error
 
-    def presence(self, codes: Sequence[int]) -> list[float]:
-        """Which parameters have a gradient, in few numbers."""
-        words = [codes[i : i + _PER_WORD] for i in range(0, len(codes), _PER_WORD)]
-        return [float(sum(code << (_BITS * i) for i, code in enumerate(word))) for word in words]
-
     def sum_up(self, done: Accumulation, presence: Sequence[Sequence[float]]) -> None:
-        """Correct the gradients and sum them, in the order that the engines leave.
+        """Correct the gradients, and sum those that no engine has summed.
 
         Args:
             done: The micro-batches of this rank.
-            presence: What ``presence`` gave, by rank.
+            presence: What ``packed`` gave, by rank.
         """
         done.gradients.correct(done.shares.take_corrections())
-        self.reduce(done.gradients.parameters, presence)
-
-    def reduce(self, parameters: Sequence[torch.Tensor], presence: Sequence[Sequence[float]]) -> None:
-        """Sum the gradients that no engine has summed.
-
-        Args:
-            parameters: The same on all ranks.
-            presence: What ``presence`` gave, by rank.
-        """
+        parameters = done.gradients.parameters
         inside = {id(p) for module in self._sharded for p in module.parameters()}
         if self._overlaps:
             inside |= {id(p) for ddp in self._ddps for p in ddp.parameters()}
@@ -250,6 +237,12 @@ class Reducer:
         for ddp in self._ddps:
             if ddp.forward_sync_buffers and ddp.modules_buffers:
                 ddp._sync_buffers()
+
+
+def packed(codes: Sequence[int]) -> list[float]:
+    """What ``Gradients.presence`` gave, in few numbers."""
+    words = [codes[i : i + _PER_WORD] for i in range(0, len(codes), _PER_WORD)]
+    return [float(sum(code << (_BITS * i) for i, code in enumerate(word))) for word in words]
 
 
 def num_words(num_parameters: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from bigbatch.errors import LossError
 from bigbatch.stepping.batchnorm import MergedStatistics
 from bigbatch.stepping.ranks import Ranks
-from bigbatch.stepping.reducing import num_words
+from bigbatch.stepping.reducing import num_words, packed
 from bigbatch.stepping.undo import Undo
 from bigbatch.values import Exactness
 
@@ -31,7 +31,7 @@ def settle(ranks: Ranks, done: Accumulation, undo: Undo, statistics: MergedStati
         LossError: The loss of the ranks has different terms.
     """
     found = statistics.statistics if statistics else []
-    presence = ranks.reducer.presence(done.gradients.presence())
+    presence = packed(done.gradients.presence())
     facts = [
         float(_digest(done.shares.kinds)),
         float(len(done.shares.kinds)),

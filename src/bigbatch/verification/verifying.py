@@ -33,10 +33,10 @@ def verify(
     r"""Compare the gradient of a batch that is cut with that of the whole batch at once, and say why they differ.
 
     Everything runs on a private copy of the model in ``dtype``, without dropout; with ``dropout="per-sample"`` a second
-    time with it, and with the same masks. In float64 rounding is about 1e-15,
-    so what is left is a mistake: a loss that is a mean over other things than was said, a loss or a layer that looks
-    across samples, something that changes from call to call. The whole batch is run by ``loss_fn`` and autograd alone,
-    and the cut by ``accumulate``. Model, ``.grad``, buffers, flags and random numbers stay as they are.
+    time with it, and with the same masks. In float64 rounding is about 1e-15, so what is left is a mistake: a loss that
+    is a mean over other things than was said, a loss or a layer that looks across samples, something that changes from
+    call to call. The whole batch is run by ``loss_fn`` and autograd alone, and the cut by ``accumulate``. Model,
+    ``.grad``, buffers, flags and random numbers stay as they are.
 
     >>> import torch
     >>> model = torch.nn.Linear(3, 1)
