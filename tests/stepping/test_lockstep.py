@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -41,6 +42,13 @@ def meet(value):
     return worker.meet(value)
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
 def test_they_meet_in_order_and_one_runs_at_a_time():
     meeting, running = Sum(), []
 
@@ -55,15 +63,12 @@ def test_they_meet_in_order_and_one_runs_at_a_time():
 
     assert found == [(6, 24)] * 3
     assert meeting.order[:5] == ["pause 1", "pause 2", "pause 3", "meet", "go on 1"]
-    assert threading.active_count() == 1
     assert this_worker() is None
 
 
 def test_who_ends_while_others_wait():
     with pytest.raises(LookupError, match=r"\{0: None, 1: 5\}"):
         Lockstep(torch.device("cpu"), Sum()).run([lambda: None, lambda: meet(5)])
-
-    assert threading.active_count() == 1
 
 
 class Doubles(TorchFunctionMode):
