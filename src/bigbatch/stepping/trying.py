@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import torch
@@ -31,33 +33,74 @@ def fastest_in_trial(planner: Planner, plan: Plan, profile: MemoryProfile, batch
     Of those that are about as fast, the one of the largest micro-batches is taken, as in the search.
     Times of sizes that were not measured lie on lines between those that were, and kernels do not.
     """
-    size, rivals = plan.micro_batch_size, [plan]
-    sizes = {*part_sizes(batch_size, profile.smallest_micro_batch), batch_size} - {size}
-    for other in sorted(sizes, key=lambda other: abs(math.log(other / size)))[:_MOST_SIZES]:
+
+    def of_size(size: int) -> Plan | None:
         try:
-            chosen = search(
-                profile,
-                batch_size=batch_size,
-                budget_bytes=budget_bytes,
-                margin=planner.margin,
-                micro_batch_size=other,
+            return search(
+                profile, batch_size=batch_size, budget_bytes=budget_bytes, margin=planner.margin, micro_batch_size=size
             )
         except BudgetError:
-            continue
-        if seconds_of(chosen) < _WORTH_A_TRIAL * seconds_of(plan):
-            rivals.append(chosen)
-    rivals = [plan, *sorted(rivals[1:], key=seconds_of)[:_MOST_RIVALS]]
-    traced = [plan, *(planner.traced_plan(rival, batch_size) for rival in rivals[1:])]
-    room = min(budget_bytes, free_bytes(planner.step.accumulator.device))
-    fitting = [rival for rival in traced if planner.budget_for(rival, profile) <= room]
-    one_round = sum(2 * seconds_of(rival) / (rival.accumulation_steps or 1) for rival in fitting)
+            return None
+
+    size = plan.micro_batch_size
+    sizes = {*part_sizes(batch_size, profile.smallest_micro_batch), batch_size} - {size}
+    near = [of_size(other) for other in sorted(sizes, key=lambda other: abs(math.log(other / size)))[:_MOST_SIZES]]
+    worth = [other for other in near if other is not None and seconds_of(other) < _WORTH_A_TRIAL * seconds_of(plan)]
+    rivals = sorted(worth, key=seconds_of)[:_MOST_RIVALS]
+    fits = _Fits(planner, profile, batch_size, budget_bytes)
+    plan = _largest_about_as_fast(fits, plan, [planner.traced_plan(rival, batch_size) for rival in rivals])
+    return _largest_about_as_fast(fits, plan, _fuller(fits, plan, of_size))
+
+
+class _Fits(NamedTuple):
+    """What plans are held against."""
+
+    planner: Planner
+    profile: MemoryProfile
+    batch_size: int
+    budget_bytes: int
+
+    def over(self, plan: Plan) -> int:
+        """Bytes by which a traced plan exceeds the budget, or the memory that nobody uses."""
+        room = min(self.budget_bytes, free_bytes(self.planner.step.accumulator.device))
+        return self.planner.budget_for(plan, self.profile) - room
+
+
+def _largest_about_as_fast(fits: _Fits, plan: Plan, rivals: Sequence[Plan]) -> Plan:
+    planner, batch_size = fits.planner, fits.batch_size
+    fitting = [some for some in (plan, *rivals) if fits.over(some) <= 0]
+    one_round = sum(2 * seconds_of(some) / (some.accumulation_steps or 1) for some in fitting)
     if fitting[:1] != [plan] or len(fitting) == 1 or one_round > _MOST_TRIAL_SECONDS:
         return plan
     with planner.any_number_of_samples():
-        times = tried(planner.step, planner.batch, fitting, [planner.sizes_of(rival, batch_size) for rival in fitting])
+        times = tried(planner.step, planner.batch, fitting, [planner.sizes_of(some, batch_size) for some in fitting])
     about_as_fast = [pair for pair in zip(times, fitting, strict=True) if pair[0] <= ABOUT * min(times)]
     seconds, best = max(about_as_fast, key=lambda pair: pair[1].micro_batch_size)
     return replace(best, step_seconds=seconds)
+
+
+def _fuller(fits: _Fits, plan: Plan, of_size: Callable[[int], Plan | None]) -> list[Plan]:
+    """Plans of as many micro-batches that are larger, the last one smaller: as far as the budget goes, and half as far.
+
+    Equal micro-batches leave free what lies between two numbers of them. A larger one takes it: it is nearer to the
+    big batch, and a batch of fewer samples, such as the end of an epoch, needs fewer of them.
+    """
+    count, expected = plan.accumulation_steps or 1, of_size(plan.micro_batch_size)
+    if count == 1 or expected is None:
+        return []
+    smallest, last = plan.micro_batch_size, math.ceil(fits.batch_size / (count - 1)) - 1
+
+    def is_too_large(size: int) -> bool:
+        found = of_size(size)
+        if found is None or seconds_of(found) > ABOUT * seconds_of(expected):
+            return True
+        return fits.over(fits.planner.traced_plan(found, fits.batch_size)) > 0
+
+    sizes = range(smallest + 1, last + 1)
+    largest = smallest + bisect.bisect_left(sizes, True, key=is_too_large)
+    wanted = {largest, (smallest + largest + 1) // 2} - {smallest}
+    found = [of_size(size) for size in wanted]
+    return [fits.planner.traced_plan(some, fits.batch_size) for some in found if some is not None]
 
 
 def seconds_of(plan: Plan) -> float:
