@@ -117,7 +117,7 @@ def our_step(world: World, micro_batch_size: int) -> StepOf:
         **world.case.net.options,
     )
 
-    landed_in = landed_parts(world, step)
+    landed_in = landed_parts(world.model, step)
 
     def run(batch: Any, cut: Cut | None) -> Cut:
         is_even = cut is None or cut == Cut(tuple(micro_batch_sizes(BATCH_SIZE, max(cut.sizes))))
@@ -128,7 +128,7 @@ def our_step(world: World, micro_batch_size: int) -> StepOf:
                 result = step(batch)
             else:
                 parts = zip(*(value.split(cut.sizes) for value in batch.values()), strict=True)
-                with landing(world, step, batch, cut):
+                with landing(step, world.case.net.loss_fn, batch, cut):
                     result = step(bb.LogicalBatch([dict(zip(batch, part, strict=True)) for part in parts]))
             world.result = float(result.loss)
             return Cut(result.micro_batch_sizes, cut.landed if cut else landed_in())
@@ -138,7 +138,7 @@ def our_step(world: World, micro_batch_size: int) -> StepOf:
     return run
 
 
-def landed_parts(world: World, step: bb.Step) -> Callable[[], tuple[Landed, ...]]:
+def landed_parts(model: torch.nn.Module, step: bb.Step) -> Callable[[], tuple[Landed, ...]]:
     """A function that tells what the last attempt of a step was left by those before it."""
     run, seen = step.accumulator.run, [step.accumulator.keeping]
 
@@ -147,7 +147,7 @@ def landed_parts(world: World, step: bb.Step) -> Callable[[], tuple[Landed, ...]
         return run(*args, **keywords)
 
     step.accumulator.run = run_and_note
-    names = {id(p): name for name, p in world.model.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
 
     def landed() -> tuple[Landed, ...]:
         parts = seen[0].landed if seen[0] else []
@@ -157,22 +157,23 @@ def landed_parts(world: World, step: bb.Step) -> Callable[[], tuple[Landed, ...]
 
 
 @contextmanager
-def landing(world: World, step: bb.Step, batch: Any, cut: Cut) -> Iterator[None]:
+def landing(step: bb.Step, loss_fn: Callable[[Any, Any], Any], batch: Any, cut: Cut) -> Iterator[None]:
     """While this step runs, some parameters get the gradient of some samples from one backward, by hand.
 
     So each parameter gets that of each sample once, whatever the step under attack has claimed.
     """
     starts = [sum(cut.sizes[:k]) for k in range(len(cut.sizes))]
     backward, lacking = torch.autograd.backward, []
-    scaler, named = world.scaler, dict(world.model.named_parameters())
+    model, scaler = step.model, step.accumulator.precision.scaler
+    named = dict(model.named_parameters())
 
     def before(k: int, _: int | None) -> None:
         for start, stop, names in cut.landed:
             if start == starts[k - 1]:
                 with torch.autocast("cpu", torch.float16, enabled=scaler is not None):
                     part = {name: value[start:stop] for name, value in batch.items()}
-                    loss = world.case.net.loss_fn(world.model, part)
-                share = torch.full((), (stop - start) / BATCH_SIZE)
+                    loss = loss_fn(model, part)
+                share = torch.full((), (stop - start) / sum(cut.sizes))
                 scaled = share if scaler is None else scaler.scale(share)
                 backward([loss], [scaled], inputs=[named[name] for name in names])
         have = {n for start, stop, names in cut.landed if start <= starts[k - 1] < stop for n in names}

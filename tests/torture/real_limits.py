@@ -33,6 +33,7 @@ from torch.nn import functional as F
 import bigbatch as bb
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.memory.out_of_memory import is_out_of_memory
+from tests.torture.allocation_failures import Cut, landed_parts, landing
 from tests.torture.worlds import differences, flat
 
 BATCH_SIZE = 64
@@ -106,6 +107,7 @@ class Trial:
         self.step = bb.Step(self.model, loss_fn, self.optimizer, max_grad_norm=1.0)
         self.batch = {"x": torch.randn(BATCH_SIZE, *shape), "y": torch.randint(0, NUM_CLASSES, (BATCH_SIZE,))}
         self.step({name: value[:4] for name, value in self.batch.items()})  # threads, caches, optimizer state
+        self.landed_in = landed_parts(self.model, self.step)
         self.gradients = [torch.zeros_like(p) for p in self.model.parameters()]
         self.optimizer.register_step_pre_hook(lambda *_: self._note_gradients())
         self._kept = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), torch.get_rng_state()))
@@ -144,11 +146,11 @@ def run_under_limit(name: str, limit_bytes: int) -> dict[str, Any]:
     """What came of the step."""
     trial = Trial(name)
     before, num_steps = trial.state(), trial.step.num_steps
-    stopped, sizes, retries = "", (), 0
+    stopped, cut, retries = "", Cut(()), 0
     with bb.limit_memory(limit_bytes, device="cpu"):
         try:
             result = trial.step(trial.batch)
-            sizes, retries = result.micro_batch_sizes, result.retries
+            cut, retries = Cut(result.micro_batch_sizes, trial.landed_in()), result.retries
         except Exception as error:
             stopped = f"{type(error).__name__}: {str(error)[:200]}"
             clean = is_out_of_memory(error) or isinstance(error, bb.BudgetError)
@@ -157,18 +159,22 @@ def run_under_limit(name: str, limit_bytes: int) -> dict[str, Any]:
     if stopped:
         moved = differences(trial.state(), before)
         return {"kind": "wrong" if moved else "clean stop", "why": f"{moved[:4]} {stopped}"}
-    return _compared(trial, sizes, retries, num_steps)
+    return _compared(trial, cut, retries, num_steps)
 
 
-def _compared(trial: Trial, sizes: tuple[int, ...], retries: int, num_steps: int) -> dict[str, Any]:
+def _compared(trial: Trial, cut: Cut, retries: int, num_steps: int) -> dict[str, Any]:
     """Hold the step against one of the same sizes without a limit."""
+    sizes = cut.sizes
     found, gradients = trial.state(), [g.clone() for g in trial.gradients]
     if sum(sizes) != BATCH_SIZE or trial.step.num_steps != num_steps + 1:
         return {"kind": "wrong", "why": f"micro-batches {sizes}, {trial.step.num_steps - num_steps} steps"}
     trial.rewind()
     trial.step.num_steps = num_steps
-    trial.step.micro_batch_size = max(sizes)
-    again = trial.step(trial.batch).micro_batch_sizes
+    # Finished micro-batches are kept, so that larger ones may come before smaller ones.
+    parts = zip(*(value.split(list(sizes)) for value in trial.batch.values()), strict=True)
+    with landing(trial.step, loss_fn, trial.batch, cut):
+        logical = bb.LogicalBatch([dict(zip(trial.batch, part, strict=True)) for part in parts])
+        again = trial.step(logical).micro_batch_sizes
     assert again == sizes, f"Asked for micro-batches of {sizes}, ran {again}."
     pairs = list(zip(gradients, trial.gradients, strict=True))
     whole = torch.cat([b.flatten() for _, b in pairs]).norm()
