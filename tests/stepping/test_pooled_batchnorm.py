@@ -127,6 +127,19 @@ def test_layers_of_other_kinds(make_layer):
     assert buffers_error(model, big) <= STATISTICS
 
 
+def test_a_layer_told_later_not_to_track_keeps_its_running_statistics():
+    """People switch it off on a layer that has them; torch then leaves them alone in train mode."""
+    model = make()
+    model[1].track_running_stats = False
+    before = [model[1].running_mean.clone(), model[1].running_var.clone()]
+
+    assert_is_the_big_batch(model, images(9), 4)
+
+    assert torch.equal(model[1].running_mean, before[0])
+    assert torch.equal(model[1].running_var, before[1])
+    assert not torch.equal(model[3].bn2.running_mean, torch.zeros_like(model[3].bn2.running_mean))  # control
+
+
 def test_layers_in_eval_mode_use_their_statistics():
     model = make()
     model[1].eval()

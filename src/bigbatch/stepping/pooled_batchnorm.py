@@ -135,7 +135,7 @@ class PooledBatchNorm:
         """The step counts: update running statistics once for each call of a layer, as the big batch would."""
         calls, self._calls = self._calls, {}
         for layer, of_layer in calls.items():
-            if layer.training and layer.running_mean is not None:
+            if layer.training and layer.track_running_stats and layer.running_mean is not None:
                 for call in of_layer:
                     update_running_statistics(layer, call.merged)
 
