@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bigbatch as bb
+from bigbatch.stepping import keeping
 from bigbatch.stepping.keeping import Part
 from tests.reference import Gradients, RecordingSGD, big_batch_gradients, gradient_error, gradients
 from tests.torture.worlds import LowRank
@@ -351,12 +352,70 @@ class Shared(nn.Module):
     ],
     ids=["a backward inside the backward", "reentrant checkpoint"],
 )
-def test_where_a_gradient_may_be_half_there_the_step_begins_anew(net):
-    """The first is only noticed when it adds to what was left out; the second refuses to leave anything out."""
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_where_a_gradient_may_be_half_there_the_step_begins_anew(net, is_seen, monkeypatch):
+    """Where the graph does not show it, as of a node in C++, the first is noticed when it adds to what was left out."""
+    if not is_seen:
+        monkeypatch.setattr(keeping, "_may_be_nested", lambda gradients, landed: False)
     seen = attack_at(net, num_points=40)
 
-    assert seen["kept"] > 0
-    assert seen["began anew"] > 0
+    assert 0 < seen["kept"] < seen["tried again"]
+    assert (seen["began anew"] > 0) != is_seen
+
+
+class Adapters(nn.Module):
+    """Layers that are recomputed by nodes with a backward of their own, behind a frozen layer: as adapters are trained.
+
+    The graph of the loss ends at the output of the frozen layer, and shows none of their parameters.
+    """
+
+    def __init__(self, recompute: Callable[[nn.Module, Tensor], Tensor], *, branch: bool, shared: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.frozen, self.head = nn.Linear(6, 8).requires_grad_(False), nn.Linear(8, 4).requires_grad_(False)
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+        self.layers = nn.ModuleList([layers[0]] * 3 if shared else layers)
+        self.branch = nn.Linear(6, 8) if branch else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.frozen(x).requires_grad_()
+        beside = self.branch(x) if self.branch is not None else 0.0
+        for layer in self.layers:
+            h = self.recompute(layer, h)
+        return self.head(h + beside)
+
+
+def reentrant(layer: nn.Module, h: Tensor) -> Any:
+    return checkpoint(layer, h, use_reentrant=True, preserve_rng_state=False)
+
+
+def nested(layer: nn.Module, h: Tensor) -> Any:
+    return Nested.apply(h, layer)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("branch", "shared"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("recompute", [reentrant, nested])
+def test_adapters_that_the_graph_does_not_show_get_their_whole_gradient(recompute, branch, shared):
+    net = Net(lambda: Adapters(recompute, branch=branch, shared=shared), class_loss, class_batch)
+    seen = attack_at(net, num_points=40)
+
+    assert 0 < seen["kept"] < seen["tried again"]
+
+
+def test_adapters_would_lose_a_part_of_their_gradient_if_nobody_looked_at_the_graph(monkeypatch):
+    """Control for the test above."""
+    monkeypatch.setattr(keeping, "_may_be_nested", lambda gradients, landed: False)
+    attacked, errors = (
+        Attacked(Net(lambda: Adapters(reentrant, branch=False, shared=False), class_loss, class_batch)),
+        [],
+    )
+    attacked.run()
+    gc.freeze()
+    for number in range(1, attacked.mode.count + 1, 5):
+        attacked.run(number)
+        errors.append(gradient_error(attacked.found, attacked.truth))
+
+    assert max(errors) > 1e-1
 
 
 def test_autograd_adds_once_in_a_backward_to_a_parameter_that_is_used_twice():

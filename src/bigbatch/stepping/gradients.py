@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from bigbatch.errors import GradientError, OptionError
 from bigbatch.stepping.precision import at_least_float32
@@ -21,6 +22,18 @@ class Stamps(NamedTuple):
 
     gradients: list[torch.Tensor | None]
     versions: list[int | None]
+
+
+class Reach(NamedTuple):
+    """The graph of a backward that has failed.
+
+    Attributes:
+        leaves: Ids of the tensors that it adds to.
+        functions: Names of the nodes that are written in Python, and may run a backward of their own.
+    """
+
+    leaves: set[int]
+    functions: set[str]
 
 
 class Sum(NamedTuple):
@@ -77,6 +90,7 @@ class Gradients:
 
     Attributes:
         inputs: What backward adds to; None: to all that the loss reaches.
+        reach: Of the backward that has failed, if one has.
     """
 
     def __init__(
@@ -90,6 +104,7 @@ class Gradients:
         self.parameters = parameters
         self._coefficients = coefficients
         self.inputs = parameters if only_these else None
+        self.reach: Reach | None = None
         self._before = [(p, p.grad) for p in parameters if p.grad is not None]
         self._parked: dict[Group, dict[torch.Tensor, torch.Tensor]] = {}
         self._current: Group = None
@@ -123,7 +138,11 @@ class Gradients:
         if scale is not None:
             start = [scale(coefficient) for coefficient in start]
         values = [share.value for share in shares]
-        torch.autograd.backward(values, start, retain_graph=retain_graph, inputs=self.inputs)
+        try:
+            torch.autograd.backward(values, start, retain_graph=retain_graph, inputs=self.inputs)
+        except Exception:
+            self.reach = _reach(values)
+            raise
 
     def _switch_to(self, group: Group) -> None:
         """Let ``.grad`` hold the gradients of this group; only pointers move."""
@@ -223,6 +242,29 @@ class Gradients:
         for p, before in self._before:
             p.grad = before if p.grad is None else before + p.grad
         self._before = []
+
+
+def _reach(values: Iterable[torch.Tensor]) -> Reach:
+    nodes = graph_of(values)
+    functions = {type(node).__name__ for node in nodes if isinstance(node, BackwardCFunction)}
+    return Reach({id(leaf) for leaf in leaves_of(nodes)}, functions)
+
+
+def graph_of(values: Iterable[torch.Tensor]) -> set[Any]:
+    """The autograd nodes of these, also when their backward has run."""
+    seen: set[Any] = set()
+    left: list[Any] = [value.grad_fn for value in values]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return seen
+
+
+def leaves_of(nodes: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors that these nodes add gradients to."""
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def clear_gradients(parameters: Iterable[torch.Tensor]) -> None:

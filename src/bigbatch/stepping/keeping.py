@@ -3,6 +3,8 @@
 The backward that failed has added to some ``.grad`` and not to others. Autograd adds to each ``.grad`` once in a
 backward, when all uses of the parameter are summed (``AccumulateGrad``): a new tensor there, or a new version of it,
 is the whole gradient of the micro-batch. The others get theirs from smaller pieces by ``backward(inputs=others)``.
+A node that runs a backward of its own, as ``checkpoint(use_reentrant=True)`` does, breaks both: it adds parts of a
+gradient, to parameters that the graph outside does not show. Then the step begins anew.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from bigbatch.batch.logical import Piece, Pieces
 from bigbatch.batch.sizes import micro_batch_sizes, spans
 from bigbatch.errors import GradientError
 from bigbatch.memory.out_of_memory import is_out_of_memory
-from bigbatch.stepping.gradients import Stamps, Sum
+from bigbatch.stepping.gradients import Gradients, Stamps, Sum
 from bigbatch.stepping.shares import Shares
 
 if TYPE_CHECKING:
@@ -149,10 +151,20 @@ class Keeping:
         failed, *rest = self._parts
         has_it = {id(p) for p in landed}
         lacking = tuple(p for p in failed.parameters or done.gradients.parameters if id(p) not in has_it)
-        if not lacking or not _are_among(landed, failed.parameters):
+        if not lacking or not _are_among(landed, failed.parameters) or _may_be_nested(done.gradients, landed):
             return None
         self.landed.append(failed._replace(parameters=tuple(landed)))
         return [failed._replace(parameters=lacking), *rest]
+
+
+def _may_be_nested(gradients: Gradients, landed: list[torch.Tensor]) -> bool:
+    """Whether backwards inside the one that failed may have added, or would have, to what is not in its graph."""
+    reach = gradients.reach
+    if reach is None or not {id(p) for p in landed} <= reach.leaves:
+        return True
+    # A parameter that is not reached is one that the micro-batch does not use, or is used inside such a node.
+    hidden = any(id(p) not in reach.leaves for p in gradients.parameters)
+    return (hidden and bool(reach.functions)) or any(name.startswith("Checkpoint") for name in reach.functions)
 
 
 def _are_among(some: list[torch.Tensor], parameters: tuple[torch.Tensor, ...] | None) -> bool:

@@ -12,7 +12,7 @@ micro-batch with its graph and the backward from its rows of $g$. The second pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from bigbatch.batch.moving import on_device
 from bigbatch.errors import ArgumentError, LossError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.checks import check_one_process, why_not_called
+from bigbatch.stepping.gradients import graph_of, leaves_of
 from bigbatch.stepping.losses import Sum, terms_of
 from bigbatch.stepping.outputs import can_vary, check_leaf, joined_leaves, named_leaves, num_rows, opened, with_leaves
 from bigbatch.stepping.placing import say_where
@@ -331,17 +332,7 @@ def _terms(returned: Any) -> dict[str, torch.Tensor]:
     return {term.name: term.value.to(at_least_float32(term.value.dtype)) for term in found}
 
 
-def _leaves_reached(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _leaves_reached(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves of the graph of these, such as a temperature."""
-    seen: set[Any] = set()
-    left: list[Any] = [value.grad_fn for value in values]
-    found: dict[int, torch.Tensor] = {id(value): value for value in values if value.is_leaf}
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
-        left += [following for following, _ in node.next_functions]
-    return list(found.values())
+    found = [*(value for value in values if value.is_leaf), *leaves_of(graph_of(values))]
+    return list({id(leaf): leaf for leaf in found}.values())
