@@ -222,12 +222,12 @@ def added_case(group: Any) -> float:
     return gradient_error(gradients_of(model), {name: None if g is None else g + 1 for name, g in expected.items()})
 
 
-def sparse_case(group: Any) -> float:
+def sparse_case(group: Any, dtype: torch.dtype = torch.float64, **options: Any) -> float:
     """A sparse gradient, of which a rank has none."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.ModuleDict({"embed": nn.Embedding(5, 3, sparse=True), "head": nn.Linear(3, 1)}).double()
+        return nn.ModuleDict({"embed": nn.Embedding(5, 3, sparse=True), "head": nn.Linear(3, 1)}).to(dtype)
 
     def loss_fn(model: Any, batch: Any) -> Tensor:
         inner = getattr(model, "module", model)
@@ -235,7 +235,7 @@ def sparse_case(group: Any) -> float:
 
     ids = torch.tensor([[0, 1], [1, 2], [3, 3]])
     model = Wrapped(make(), process_group=group)
-    bb.accumulate(model, loss_fn, ids[group.rank() : group.rank() + 1] if group.rank() < 2 else ids[:0])
+    bb.accumulate(model, loss_fn, ids[group.rank() : group.rank() + 1] if group.rank() < 2 else ids[:0], **options)
     expected = big_batch_gradients(make(), loss_fn, ids[:2])
     dense = lambda found: {name: g.to_dense() if g.is_sparse else g for name, g in found.items()}  # noqa: E731
     return gradient_error(dense(gradients_of(model)), dense(expected))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.stepping import rank_models as cases
 from tests.stepping.workers import Workers, workers
@@ -97,6 +98,14 @@ def test_what_lay_in_grad_is_added_once(ranks):
 
 def test_sparse_gradients_are_summed(ranks):
     assert max(ranks.run(3, cases.sparse_case)) <= 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, "float64"), (torch.bfloat16, None)])
+def test_sparse_gradients_are_summed_in_the_dtype_that_they_are_added_up_in(ranks, dtype, wide):
+    """A rank that has none adds nothing in that dtype; in another one torch refuses, and the others would wait."""
+    errors = ranks.run(3, cases.sparse_case, dtype, accumulation_dtype=wide)
+
+    assert max(errors) <= 4 * torch.finfo(dtype).eps
 
 
 def test_what_cannot_be_kept_equal_is_refused(ranks):

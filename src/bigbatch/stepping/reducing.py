@@ -227,7 +227,8 @@ class Reducer:
     def _reduce_sparse(self, p: torch.Tensor) -> None:
         if p.grad is None:
             indices = torch.zeros((1, 0), dtype=torch.int64, device=p.device)
-            p.grad = torch.sparse_coo_tensor(indices, p.new_zeros((0, *p.shape[1:])), p.shape, check_invariants=False)
+            values = p.new_zeros((0, *p.shape[1:]), dtype=p.grad_dtype or p.dtype)
+            p.grad = torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=False)
         p.grad = p.grad.coalesce()
         dist.all_reduce(p.grad, group=self.group)
         p.grad = p.grad.coalesce()
