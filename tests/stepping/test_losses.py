@@ -333,3 +333,51 @@ def test_a_loss_may_call_a_model_with_batch_norm_twice(batch_norm, micro_batch_s
         torch.manual_seed(0)
         fresh = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
         assert_same_gradients(gradients(model), big_batch_gradients(fresh, loss_fn, pairs))
+
+
+# A parameter beside the model, such as a temperature.
+
+
+def _with_temperature(kind: str) -> tuple[Any, nn.Parameter, nn.Module, Any]:
+    torch.manual_seed(0)
+    model, temperature = nn.Linear(4, 3).double(), nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    batch = {"x": torch.randn(10, 4).double(), "w": torch.rand(10).double(), "y": torch.randint(0, 3, (10,))}
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        losses = F.cross_entropy(model(batch["x"]) * temperature, batch["y"], reduction="none")
+        ratio = bb.Ratio((losses * batch["w"]).sum(), batch["w"].sum())
+        return ratio if kind == "ratio" else ratio.numerator / ratio.denominator
+
+    return loss_fn, temperature, model, batch
+
+
+def _truth() -> Tensor:
+    loss_fn, temperature, model, batch = _with_temperature("mean")
+    return torch.autograd.grad(loss_fn(model, batch), temperature)[0]
+
+
+def test_a_parameter_beside_the_model_that_could_not_be_corrected_is_refused():
+    """It would get a gradient that is off by the factor that is known only at the end."""
+    loss_fn, temperature, model, batch = _with_temperature("ratio")
+    temperature.grad = torch.tensor(7.0, dtype=torch.float64)
+
+    with pytest.raises(bb.GradientError, match=r"not in the model, of shape \(\).*parameters=\["):
+        bb.accumulate(model, loss_fn, batch, micro_batch_size=3)
+
+    assert float(temperature.grad) == 7.0
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["named", "one micro-batch", "known weight"])
+def test_a_parameter_beside_the_model_gets_its_gradient(way):
+    loss_fn, temperature, model, batch = _with_temperature("mean" if way == "known weight" else "ratio")
+    options: dict[str, Any] = {
+        "named": {"micro_batch_size": 3, "parameters": [*model.parameters(), temperature]},
+        "one micro-batch": {},
+        "known weight": {"micro_batch_size": 3, "weight": lambda batch: batch["w"].sum()},
+    }[way]
+
+    bb.accumulate(model, loss_fn, batch, **options)
+
+    assert temperature.grad is not None
+    torch.testing.assert_close(temperature.grad, _truth(), rtol=1e-12, atol=0)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.errors import OptionError
+from bigbatch.errors import GradientError, OptionError
 from bigbatch.stepping.accumulator import Accumulator
 from bigbatch.stepping.checks import check_parameters
+from bigbatch.stepping.gradients import graph_of, leaves_of
 from bigbatch.stepping.insisting import insist
+from bigbatch.stepping.losses import terms_of
 from bigbatch.values import AFTER_THE_GRADIENT, StepOptions, StepResult, check_positive
 
 
@@ -59,7 +61,8 @@ def accumulate(
         BatchError: The batch cannot be cut, or nothing in it counts.
         LossError: What ``loss_fn`` returned is no loss.
         OptionError: An option has no effect here, or a value that it cannot have.
-        GradientError: An optimizer runs inside backward.
+        GradientError: An optimizer runs inside backward; or a loss whose denominator is known late reaches a parameter
+            that is not in the model.
     """
     wanted = StepOptions.of(options)
     _check_concerns_the_gradient(wanted)
@@ -67,10 +70,14 @@ def accumulate(
         check_positive("micro_batch_size", micro_batch_size)
     accumulator = Accumulator(model, loss_fn, wanted)
     named = _named_like(model, model.parameters() if parameters is None else check_parameters(parameters))
+    outside = _Outside(accumulator, named) if parameters is None else None
     done = accumulator.run(batch, micro_batch_size, named, only_these=parameters is not None)
     try:
         done.shares.check_denominators()
-        done.gradients.correct(done.shares.corrections())
+        corrections = done.shares.corrections()
+        if corrections and outside is not None:
+            outside.refuse()
+        done.gradients.correct(corrections)
         done.gradients.narrow()
         result = done.result()
         done.gradients.add_to_what_was_there()
@@ -79,6 +86,46 @@ def accumulate(
         raise
     insist(accumulator.commit)
     return result
+
+
+class _Outside:
+    """Parameters beside the model that the first loss reaches: backward adds to them, and no correction finds them.
+
+    Args:
+        accumulator: Whose loss is looked at, where its denominator is known late.
+        named: The parameters of the model.
+    """
+
+    def __init__(self, accumulator: Accumulator, named: dict[str, torch.Tensor]):
+        self._known = {id(p) for p in named.values()}
+        self._loss_fn = accumulator.loss_fn
+        self._found: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
+        if accumulator.two_passes is None:
+            accumulator.loss_fn = self._first_look
+
+    def _first_look(self, model: Any, batch: Any) -> Any:
+        returned = self._loss_fn(model, batch)
+        if self._found is None:
+            values = [term.value for term in terms_of(returned) if term.kind == "ratio"]
+            found = [leaf for leaf in leaves_of(graph_of(values)) if isinstance(leaf, nn.Parameter)]
+            beside = [p for p in found if id(p) not in self._known]
+            self._found = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in beside]
+        return returned
+
+    def refuse(self) -> None:
+        """Raise ``GradientError`` if there are some; their gradients are as before."""
+        for p, before, copy in self._found or ():
+            p.grad = before
+            if before is not None and copy is not None:
+                before.copy_(copy)  # backward adds in place
+        if self._found:
+            shapes = ", ".join(str(tuple(p.shape)) for p, *_ in self._found[:6])
+            raise GradientError(
+                f"The loss reaches {len(self._found)} parameters that are not in the model, of shape {shapes}, and its "
+                f"denominator is known only at the end, when their gradients would have to be corrected. If they are "
+                f"to be trained, give all: parameters=[*model.parameters(), other]. If not, give "
+                f"parameters=model.parameters(), or detach what comes from them."
+            )
 
 
 def _check_concerns_the_gradient(options: StepOptions) -> None:
