@@ -127,6 +127,46 @@ def test_layers_of_other_kinds(make_layer):
     assert buffers_error(model, big) <= STATISTICS
 
 
+class TwoViews(nn.Module):
+    """Two views of each sample through one encoder."""
+
+    def __init__(self, *, recompute: bool) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+        self.recompute = recompute
+
+    def forward(self, views: Tensor) -> tuple[Tensor, ...]:
+        run = (lambda x: checkpoint(self.encoder, x, use_reentrant=False)) if self.recompute else self.encoder
+        return tuple(run(view) for view in views.unbind(1))
+
+
+def loss_of_views(model: Any, batch: Batch) -> Tensor:
+    one, other = model(batch[0])
+    return (one - other.sin()).square().sum(1).mean() + one.exp().mean()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("are_the_same", [False, True])
+def test_two_views_that_are_the_same_in_one_micro_batch(recompute, are_the_same):
+    """When they are recomputed nobody can tell which call it is, and the statistics of the two calls differ."""
+    torch.manual_seed(0)
+    model, views = TwoViews(recompute=recompute).double(), torch.randn(12, 2, 4).double()
+    if are_the_same:
+        views[4:8, 1] = views[4:8, 0]
+    big = big_batch(model, (views, torch.zeros(12)), loss_of_views)
+
+    def run() -> None:
+        bb.accumulate(model, loss_of_views, (views, torch.zeros(12)), micro_batch_size=4, batch_norm="exact")
+
+    if recompute and are_the_same:
+        with pytest.raises(bb.LossError, match=r"'encoder\.1' is called several times .* cannot be told apart"):
+            run()
+        assert all(p.grad is None for p in model.parameters())
+    else:
+        run()
+        assert_same_gradients(gradients(model), big.gradients, tolerance=GRADIENT)
+
+
 def test_a_layer_told_later_not_to_track_keeps_its_running_statistics():
     """People switch it off on a layer that has them; torch then leaves them alone in train mode."""
     model = make()

@@ -194,11 +194,21 @@ class PooledBatchNorm:
         Args:
             mean: Of the micro-batch. It tells the calls apart where there were several, because what is recomputed is
                 a part of the forward, and may begin with any of them.
+
+        Raises:
+            LossError: It is that of several calls, whose batches are not the same.
         """
         calls = self._calls[layer]
         call = calls[0]
         if len(calls) > 1:
-            call = min(calls, key=lambda call: float((call.means - mean).abs().amax(1).min()))
+            distances = [float((call.means - mean).abs().amax(1).min()) for call in calls]
+            call, *others = [call for call, far in zip(calls, distances, strict=True) if far == min(distances)]
+            if any(not torch.equal(call.merged.mean, other.merged.mean) for other in others):
+                raise LossError(
+                    f"The layer {self._names[layer]!r} is called several times and recomputed in backward, and in two "
+                    f"of its calls a micro-batch brought the same input, so they cannot be told apart. Do not "
+                    f'recompute what calls it, or give batch_norm="merge".'
+                )
         return call.merged.mean, call.variance
 
     def _check(self, layers: Sequence[_BatchNorm]) -> None:
