@@ -28,6 +28,7 @@ def test_a_rank_is_what_torchrun_says():
 
 def test_without_torchrun_it_is_one_process():
     assert Rank.of({"HOME": "/", "LOCAL_RANK": "0"}) == Rank(0, 1, 0, 1)
+    assert Rank.of({"RANK": "0", "WORLD_SIZE": "1"}) == Rank(0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ class Rank:
             DistributedError: A part of it is missing, or is no number.
         """
         environment = os.environ if environment is None else environment
-        if "RANK" not in environment and "WORLD_SIZE" not in environment:
-            return cls()
+        if environment.get("RANK", "0") == "0" and environment.get("WORLD_SIZE", "1") == "1":
+            return cls()  # also where a library has set these two for a process by itself
         try:
             rank = cls(*(int(environment[name]) for name in _NAMES))
         except (KeyError, ValueError):
