@@ -48,7 +48,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/installed-for-train: pyproject.toml constraints.txt scripts/install
-	scripts/install demo,log
+	scripts/install demo,log,plot
 	touch $@
 
 # Tests need all that training needs.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -94,3 +95,16 @@ def test_options_that_cannot_be_are_refused(bench, tmp_path, options, code, mess
     assert found == code
     assert message in " ".join(re.sub("[│╭╮╰╯─]", " ", err).split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_without_matplotlib_a_bench_says_so_first_and_draws_nothing(bench, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
+
+    code, out, err = bench("benches_of_mine.py:task", "--recompute", "none", "--rounds", "1", "--out", "here")
+
+    assert code == 0
+    assert len(err.splitlines()) == 1
+    assert 'pip install "bigbatch[plot]"' in err
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"bench.json", "bench.txt"}
+    assert "bench.json" in out
+    assert ".png" not in out

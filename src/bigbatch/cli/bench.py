@@ -40,7 +40,7 @@ ImageFolder = Annotated[
     typer.Option("--images", help="Folder with a folder of images for each class; without it, images are made."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results; without it, runs/bench-TASK-date-time.")]
-Pictures = Annotated[bool, typer.Option(help="Draw memory.png and loss.png; this needs matplotlib.")]
+Pictures = Annotated[bool, typer.Option(help="Draw memory.png and loss.png, where matplotlib is installed.")]
 
 
 def bench(

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.cli.running import Wanted
+from bigbatch.cli.speaking import tell
+from bigbatch.errors import MissingExtraError
 from bigbatch.reporting.bench_pictures import draw_bench
 from bigbatch.reporting.bench_text import bench_report, row_text
 from bigbatch.reporting.frontier import needed
@@ -46,13 +48,13 @@ class _Lines(BenchListener):
 def run(wanted: Wanted, *, folder: Path | None, pictures: bool, **how: Any) -> None:
     """Bench, print, write.
 
+    Without matplotlib there are no pictures, which is said before anything runs.
+
     Raises:
         OptionError: An option cannot be.
-        MissingExtraError: Pictures are wanted, and matplotlib is not installed.
     """
     device, task = wanted.prepare(Rank()), wanted.found()
-    if pictures:
-        needed("matplotlib")
+    pictures = pictures and _can_draw()
     with _without_warnings_of_each_step():
         found = bench(task, device=device, memory_budget=wanted.memory_budget, listener=_Lines(), **how)
     text = rendered(bench_report(found), _WIDTH)
@@ -64,6 +66,15 @@ def run(wanted: Wanted, *, folder: Path | None, pictures: bool, **how: Any) -> N
     if pictures:
         files += draw_bench(found, place)
     _say(f"files: {', '.join(map(str, files))}")
+
+
+def _can_draw() -> bool:
+    try:
+        needed("matplotlib")
+    except MissingExtraError as error:
+        tell(f"{error} There will be table and JSON alone.")
+        return False
+    return True
 
 
 @contextlib.contextmanager
