@@ -465,6 +465,26 @@ def test_a_noise_scale_is_refused():
         bb.Step(model, LOSSES["InfoNCE"].loss_fn(model), torch.optim.SGD(model.parameters()), noise_scale=True)
 
 
+def test_batch_norm_exact_is_refused_when_the_step_is_made_and_never_recommended(caplog):
+    batch, model = make_batch(), Statistics().double()
+    loss_fn = bb.WholeBatchLoss(lambda m, b: m(b["a"]), lambda z, b: (z.T @ z).square().mean())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(bb.OptionError, match='batch_norm="frozen".*GroupNorm.*larger micro-batch'):
+        bb.Step(model, loss_fn, optimizer, batch_norm="exact")
+    with pytest.raises(bb.OptionError, match='batch_norm="exact" do not go together'):
+        bb.accumulate(model, loss_fn, batch, batch_norm="exact")
+
+    finding = bb.verify(model, loss_fn, batch, micro_batch_size=6).findings[0]
+    bb.Step(model, loss_fn, optimizer, micro_batch_size=6)(batch)
+    for told in (finding, caplog.text):
+        assert 'batch_norm="frozen"' in told
+        assert 'exact"' not in told
+    # Control: for a mean over samples it is.
+    bb.Step(model, lambda m, b: m(b["a"]).square().mean(), optimizer, micro_batch_size=6)(batch)
+    assert 'batch_norm="exact"' in caplog.text
+
+
 def is_idle(step: bb.Step) -> bool:
     passes = step.accumulator.two_passes
     return passes is not None and passes.is_idle

@@ -15,10 +15,11 @@ from bigbatch.batch.logical import LogicalBatch, Piece, Pieces, check_adds_up, p
 from bigbatch.batch.moving import device_of, on_device
 from bigbatch.batch.structure import shapes_in
 from bigbatch.batch.weighing import Weigher
-from bigbatch.errors import BatchError, DistributedError, LossError, OptionError
+from bigbatch.errors import BatchError, DistributedError, LossError
 from bigbatch.stepping import batchnorm
 from bigbatch.stepping.accumulation import Accumulation
 from bigbatch.stepping.checks import (
+    check_goes_with_whole_batch_loss,
     check_loss_fn,
     check_may_be_grouped,
     check_model,
@@ -85,6 +86,8 @@ class Accumulator:
         self.device = device_of(tuple(model.modules()))
         self.precision = Precision(options.precision, self.device.type)
         self.two_passes = TwoPasses(loss_fn, self.precision) if isinstance(loss_fn, WholeBatchLoss) else None
+        if self.two_passes is not None:
+            check_goes_with_whole_batch_loss(options)
         self.loss_fn = loss_fn if self.two_passes is None else self.two_passes.second
         self.on_micro_batch: OnMicroBatch | None = None
         self.most_samples: int | None = None
@@ -270,8 +273,6 @@ class Accumulator:
     def _loop(self, batch: Any, pieces: Pieces, done: Accumulation, watch: HookWatch) -> None:
         frozen = batchnorm.frozen(self.model) if self.options.batch_norm == "frozen" else nullcontext()
         pooled = self._pooled if self.pools_statistics and pieces.count != 1 else None
-        if pooled is not None and self.two_passes is not None:
-            raise OptionError('A WholeBatchLoss and batch_norm="exact" do not go together. Give "merge" or "frozen".')
         with frozen, self._prepared(batch, pieces) as pieces:
             if pooled is None:
                 reached = self._one_by_one(pieces, done, watch)

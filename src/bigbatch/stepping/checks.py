@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from bigbatch.batch.logical import Pieces
 from bigbatch.batch.weighing import for_term, has_ignored_labels
 from bigbatch.errors import ArgumentError, DistributedError, GradientError, LossError, OptionError, warn
+from bigbatch.stepping.exactness import EXACT_WITH_WHOLE_BATCH_LOSS
 from bigbatch.units import format_names
 from bigbatch.values import StepOptions
 
@@ -185,6 +186,15 @@ def check_no_gradients(named: dict[str, torch.Tensor], of_optimizers: Sequence[t
 
 def _described(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def check_goes_with_whole_batch_loss(options: StepOptions) -> None:
+    """Raise ``OptionError`` for what a ``WholeBatchLoss`` cannot have."""
+    if options.batch_norm == "exact":
+        raise OptionError(
+            'A WholeBatchLoss and batch_norm="exact" do not go together: both need the forwards of all micro-batches, '
+            f"each in another way. {EXACT_WITH_WHOLE_BATCH_LOSS}"
+        )
 
 
 def check_may_be_grouped(options: StepOptions, sees_batch_statistics: bool, has_whole_batch_loss: bool) -> None:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-WHY_NOT_EXACT = {
+EXACT_WITH_WHOLE_BATCH_LOSS = (
+    'Give batch_norm="frozen", take a layer such as GroupNorm (bb.to_group_norm), or a larger micro-batch: all samples '
+    "in one are exact."
+)
+"""What to do about BatchNorm in train mode, where ``batch_norm="exact"`` is refused."""
+
+_WHY = {
     "same in distribution": (
         "random numbers were drawn in the forward (dropout), in another order than the big batch would draw them. "
         'Expectation and variance of the gradient are the same; dropout="per-sample" is exact.'
     ),
     "approximate": (
         "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for "
-        'all samples. Larger micro-batches come closer; GroupNorm, batch_norm="exact" or "frozen" is exact.'
+        "all samples."
     ),
 }
+_EXACT_BATCH_NORM = 'Larger micro-batches come closer; GroupNorm, batch_norm="exact" or "frozen" is exact.'
+
+
+def why_not_exact(exactness: str, *, is_of_whole_batch: bool) -> str | None:
+    """Why a step is only that, and what to do; None for one that is exact.
+
+    Args:
+        exactness: As in ``StepResult``.
+        is_of_whole_batch: Whether the loss is a ``WholeBatchLoss``.
+    """
+    if exactness != "approximate":
+        return _WHY.get(exactness)
+    return f"{_WHY[exactness]} {EXACT_WITH_WHOLE_BATCH_LOSS if is_of_whole_batch else _EXACT_BATCH_NORM}"

@@ -17,7 +17,7 @@ from bigbatch.stepping.accumulation import Accumulation
 from bigbatch.stepping.accumulator import Accumulator, OnMicroBatch
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, check_one_process, optimizers_of, parameters_of, schedulers_of
-from bigbatch.stepping.exactness import WHY_NOT_EXACT
+from bigbatch.stepping.exactness import why_not_exact
 from bigbatch.stepping.gradients import accumulation_dtype_of, clear_gradients
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.judging import judged
@@ -292,7 +292,7 @@ class Step:
             )
 
     def _say_once(self, result: StepResult) -> None:
-        why = WHY_NOT_EXACT.get(result.exactness)
+        why = why_not_exact(result.exactness, is_of_whole_batch=self.accumulator.two_passes is not None)
         if why and result.exactness not in self._said:
             self._said.add(result.exactness)
             _log.warning("The step is %s: %s", result.exactness, why)

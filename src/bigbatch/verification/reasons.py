@@ -11,6 +11,7 @@ from torch import nn
 from bigbatch.batch.structure import leaves
 from bigbatch.memory.naming import unwrapped
 from bigbatch.stepping import batchnorm
+from bigbatch.stepping.exactness import EXACT_WITH_WHOLE_BATCH_LOSS
 from bigbatch.stepping.losses import Sum
 from bigbatch.stepping.outputs import joined_leaves, opened, shown
 from bigbatch.units import format_names
@@ -60,8 +61,12 @@ def batch_norms(runs: Runs, worst: float) -> list[str]:
         return []
     text = (
         f"BatchNorm: {_layers(list(found))} {_s('see', found)} the statistics of each micro-batch, and not of "
-        f'the whole batch (up to {worst:.1e} off). Take GroupNorm, give batch_norm="exact" or '
-        f'batch_norm="frozen", or {_at_once(runs)}.'
+        f"the whole batch (up to {worst:.1e} off). "
+    )
+    text += (
+        EXACT_WITH_WHOLE_BATCH_LOSS
+        if runs.is_of_whole_batch
+        else f'Take GroupNorm, give batch_norm="exact" or batch_norm="frozen", or {_at_once(runs)}.'
     )
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in found.values()):
         text += " SyncBatchNorm joins ranks, not micro-batches."
