@@ -150,7 +150,7 @@ def test_when_nothing_fits_it_says_what_would_help(plan):
 
     assert (code, out) == (1, "")
     assert re.search(r"bigbatch: No plan fits in 3.00 MiB: .* Raise the budget by [\d.]+ [KM]iB.", err)
-    assert re.search(r"What else would help:\n(  .* saves about [\d.]+ [KM]iB, .*\n)+", err)
+    assert re.search(r"What else would help, each by itself:\n(  .* saves about [\d.]+ [KM]iB, .*\n)+", err)
     assert "Traceback" not in err
 
 

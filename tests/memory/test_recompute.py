@@ -482,3 +482,47 @@ def test_the_wrapper_says_what_the_function_says():
 def test_what_cannot_be_called_is_refused():
     with pytest.raises(bb.ArgumentError, match=r"recompute\(\) wraps a function, found Tensor"):
         bb.recompute(torch.ones(1))
+
+
+RRELU_CALLS: dict[str, Any] = {
+    "module": lambda model, x: bb.recompute(model)(x),
+    "function": lambda model, x: bb.recompute(lambda x: model(x))(x),
+    "functional": lambda model, x: bb.recompute(lambda x: F.rrelu(model[0](x), training=True))(x),
+    "partial": lambda model, x: bb.recompute(functools.partial(lambda model, x: model(x), model))(x),
+}
+
+
+def gradients_of_rrelu(call: Any, applied: bb.Plan | None = None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.RReLU()).double()
+    batch = torch.randn(6, 4, dtype=torch.float64)
+    with bb.apply(applied, model):
+        call(model, batch).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", RRELU_CALLS)
+def test_noise_that_is_saved_before_it_is_drawn_is_drawn_again(name):
+    expected = gradients_of_rrelu(lambda model, x: model(x))
+
+    assert_same_gradients(gradients_of_rrelu(RRELU_CALLS[name]), expected, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("recompute", [("1",), (("0", "1"),)])
+def test_modules_that_end_with_rrelu_are_recomputed(recompute):
+    expected = gradients_of_rrelu(lambda model, x: model(x))
+
+    found = gradients_of_rrelu(lambda model, x: model(x), plan(*recompute))
+    assert_same_gradients(found, expected, tolerance=1e-14)
+
+
+@pytest.mark.parametrize(("last", "times"), [(nn.RReLU, 2), (nn.Tanhshrink, 1)])
+def test_only_what_draws_late_runs_to_the_end_again(last, times):
+    """Control: without it, the second run stops where all is saved again."""
+    ended = []
+    model = nn.Sequential(nn.Linear(4, 5), last(), nn.Linear(5, 3))
+    model[2].register_forward_hook(lambda *args: ended.append(1))
+
+    bb.recompute(model)(torch.randn(6, 4)).sum().backward()
+
+    assert len(ended) == times

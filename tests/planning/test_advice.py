@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import bigbatch as bb
 from bigbatch.batch.sizes import micro_batch_sizes
@@ -10,6 +11,7 @@ from bigbatch.planning.advice import Relief, smallest_bytes, what_else, with_adv
 from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.search import frontier, search
 from bigbatch.planning.simulate import peak_bytes
+from bigbatch.stepping.checks import update_is_lean
 from tests.planning.profiles import random_profile
 from tests.planning.test_explanation import make_profile
 
@@ -51,12 +53,65 @@ def test_a_quarter_of_the_optimizer_state_is_what_stays():
     assert found.saved_bytes == 8000 - 2000
 
 
-def test_sgd_saves_the_state_and_the_copies_of_the_update():
-    by_hand = make_profile(optimizer_bytes=0, update_bytes=0)
-    found = reliefs(make_profile(update_bytes=90_000))["SGD"]
+def test_sgd_saves_the_state_and_leaves_the_copies_of_the_update_to_the_line_of_their_own():
+    profile = make_profile(update_bytes=90_000)
+    found = reliefs(profile)
 
-    assert found.smallest_bytes == smallest_bytes(by_hand, 8)
-    assert found.saved_bytes == smallest_bytes(make_profile(update_bytes=90_000), 8) - found.smallest_bytes > 90_000
+    assert found["SGD"].saved_bytes == profile.optimizer_bytes == 8000
+    assert found["A"].smallest_bytes == smallest_bytes(make_profile(update_bytes=0), 8)
+
+
+def test_what_an_optimizer_does_already_is_not_advised():
+    plain_sgd = reliefs(make_profile(update_bytes=90_000, optimizer_bytes=0, update_is_lean=True))
+    fused = reliefs(make_profile(update_bytes=90_000, update_is_lean=True))
+
+    assert not {"SGD", "A", "An"} & set(plain_sgd)
+    assert {"SGD", "An"} <= set(fused)
+    assert "A" not in fused
+    # What was measured without a trace does not tell what the update needs.
+    assert "A" not in reliefs(make_profile(update_bytes=90_000, fallback="a reason"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_lean"),
+    [
+        ("SGD", {}, True),
+        ("SGD", {"momentum": 0.9}, False),
+        ("SGD", {"weight_decay": 0.1}, False),
+        ("AdamW", {}, False),
+        ("AdamW", {"fused": True}, True),
+        ("AdamW", {"foreach": False}, True),
+        ("RMSprop", {}, False),
+        ("SparseAdam", {}, True),
+    ],
+)
+def test_a_profile_knows_whether_the_update_can_need_less(kind, options, is_lean):
+    model = torch.nn.Linear(2, 2)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+
+    assert update_is_lean([optimizer]) == is_lean
+
+
+def test_the_error_of_a_plain_sgd_advises_neither_sgd_nor_fused():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+
+    def advice(optimizer: torch.optim.Optimizer) -> str:
+        with pytest.raises(bb.BudgetError, match="fits") as caught:
+            bb.plan(
+                model,
+                lambda model, batch: model(batch).square().mean(),
+                torch.randn(8, 64),
+                optimizer=optimizer,
+                memory_budget="40kB",
+                calibrate=False,
+            )
+        return "\n".join(caught.value.what_else)
+
+    assert "SGD" not in (told := advice(torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert "fused" not in told
+    # Control: both help an AdamW.
+    assert "SGD without momentum" in (told := advice(torch.optim.AdamW(model.parameters())))
+    assert "fused" in told
 
 
 def test_half_the_tokens_save_half_of_what_grows_with_the_samples():
@@ -201,6 +256,10 @@ def test_an_error_comes_with_what_else_would_help():
 
     assert found.what_else == tuple(map(str, what_else(profile, batch_size=8, budget_bytes=1_000)))
     assert found.what_else
-    assert str(found).splitlines() == ["No plan fits.", "What else would help:", *(f"  {t}" for t in found.what_else)]
+    assert str(found).splitlines() == [
+        "No plan fits.",
+        "What else would help, each by itself:",
+        *(f"  {t}" for t in found.what_else),
+    ]
     assert (found.smallest_bytes, found.budget_bytes) == (2_000, 1_000)
     assert with_advice(found, profile, batch_size=8) is found  # once

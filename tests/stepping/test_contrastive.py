@@ -130,7 +130,7 @@ def test_under_autocast_backward_is_that_of_the_forward(name):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: bb.info_nce(torch.zeros(3, 2), torch.zeros(4, 2)), r"\(3, 2\) and \(4, 2\)"),
+        (lambda: bb.info_nce(torch.zeros(3, 2), torch.zeros(5, 2)), r"\(3, 2\) and \(5, 2\).* symmetric=False"),
         (lambda: bb.info_nce(torch.zeros(5, 2), torch.zeros(4, 2), symmetric=False), r"\(5, 2\) and \(4, 2\)"),
         (lambda: bb.siglip(torch.zeros(3, 2), torch.zeros(3, 1)), r"\(3, 2\) and \(3, 1\)"),
         (lambda: bb.siglip(torch.zeros(3), torch.zeros(3)), r"\(3,\) and \(3,\)"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from bigbatch.errors import warn
 from bigbatch.memory.arguments import Arguments
@@ -51,7 +51,8 @@ def run_recomputed(
         return checkpoint(_run_or_trace, [], function, tuple(args), dict(kwargs), use_reentrant=False)
     call = _Call(function, args, kwargs, modules, None if keep is None else KeptOutputs(KEPT_OPERATIONS[keep]))
     tensors, call.arguments.tensors = call.arguments.tensors, []
-    with inputs_on_host(tensors) if offload else contextlib.nullcontext():
+    host = inputs_on_host(tensors) if offload else _NOTHING
+    with host, set_checkpoint_early_stop(False) if _may_draw_late(function, args, modules) else _NOTHING:
         output = checkpoint(call, *tensors, use_reentrant=False)
     if call.kept is not None and not call.kept:
         _warn_nothing_kept(keep, _described(function, args))
@@ -122,6 +123,36 @@ def modules_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[list[
     found = [value for value in (*args, *named) if isinstance(value, nn.Module)]
     # And a compiled module warns about any global hook.
     return found, any("_orig_mod" in inner._modules for module in found for inner in module.modules())
+
+
+def _may_draw_late(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[nn.Module] | None) -> bool:
+    """Whether a call is seen to run rrelu, which saves its noise for backward first and draws it afterwards.
+
+    The second run stops as soon as all is saved again. Where the noise comes last it would not be drawn by then, and
+    backward would read whatever lay in its memory.
+    """
+    while isinstance(function, functools.partial):
+        function, args = function.func, (*function.args, *args)
+    if modules is None:
+        reached = [*modules_of(function, args)[0], *_read_by(function)]
+        modules = [value for value in reached if isinstance(value, nn.Module)]
+    forwards = (type(inner).forward for module in modules for inner in module.modules())
+    return any(
+        not {"rrelu", "rrelu_"}.isdisjoint(code.co_names)
+        for code in (getattr(called, "__code__", None) for called in (function, *forwards))
+        if code is not None
+    )
+
+
+def _read_by(function: Callable[..., Any]) -> list[Any]:
+    """What a plain function reads from outside, by its names; ``inspect.getclosurevars`` is slow for each call."""
+    if not inspect.isfunction(function):
+        return []
+    variables = [function.__globals__.get(name) for name in function.__code__.co_names]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not set yet
+            variables.append(cell.cell_contents)
+    return variables
 
 
 def _described(function: Callable[..., Any], args: Sequence[Any]) -> str:

@@ -76,7 +76,7 @@ def with_advice(error: BudgetError, profile: MemoryProfile, batch_size: int) -> 
     if error.budget_bytes is None or error.what_else:
         return error
     found = tuple(map(str, what_else(profile, batch_size=batch_size, budget_bytes=error.budget_bytes)))
-    first = "What else would help:" if found else "Nothing else that is known here would help."
+    first = "What else would help, each by itself:" if found else "Nothing else that is known here would help."
     text = "\n  ".join([f"{error}\n{first}", *found])
     return BudgetError(text, error.smallest_bytes, error.budget_bytes, found)
 
@@ -118,14 +118,17 @@ def _reliefs(profile: MemoryProfile) -> Iterator[tuple[str, MemoryProfile, str]]
     )
     yield (
         "SGD without momentum",
-        dataclasses.replace(profile, optimizer_bytes=0, update_bytes=0),
+        # What the update needs beside it is what the next one speaks of.
+        dataclasses.replace(profile, optimizer_bytes=0),
         "no optimizer state at all, but another training: learning rates do not carry over.",
     )
-    yield (
-        "A fused optimizer",
-        dataclasses.replace(profile, update_bytes=0),
-        "fused=True (or foreach=False): the update makes no copies of all gradients and parameters at once.",
-    )
+    # Measured peaks without a trace do not tell the update apart.
+    if not profile.update_is_lean and profile.fallback is None:
+        yield (
+            "A fused optimizer",
+            dataclasses.replace(profile, update_bytes=0),
+            "fused=True (or foreach=False): the update makes no copies of all gradients and parameters at once.",
+        )
     blocks = [slot.name for slot in profile.slots if slot.name is not None]
     trained = max(1, round(len(blocks) * _OF_BLOCKS_TRAINED))
     if len(blocks) > trained:

@@ -124,6 +124,7 @@ class MemoryProfile:
         other_bytes: What a step itself keeps: copies of buffers to undo a failed step, tensors outside of the model.
         update_bytes: Most bytes alive from the last backward to the end of the step beyond gradients: what clipping and
             the optimizer need for a moment.
+        update_is_lean: Whether no option of the optimizers makes ``update_bytes`` less.
         batch: Bytes of the inputs on the device. On CPU this is by samples of the whole batch.
         batch_is_whole: Whether ``batch`` is for the samples of the whole batch, and not of a micro-batch.
         storages: Bytes of what is saved for backward; each storage once, however many slots save it.
@@ -151,6 +152,7 @@ class MemoryProfile:
     average_bytes: int = 0
     other_bytes: int = 0
     update_bytes: int = 0
+    update_is_lean: bool = False
     batch: Line = NOTHING
     batch_is_whole: bool = True
     storages: tuple[Line, ...] = ()

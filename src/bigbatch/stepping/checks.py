@@ -110,6 +110,21 @@ def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Ten
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
+def update_is_lean(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Whether ``fused=True`` or ``foreach=False`` would not make the update of any of them need less.
+
+    They are set already, the optimizer knows none of them, or it is an SGD that moves each parameter by its gradient.
+    """
+
+    def is_lean(group: dict[str, Any]) -> bool:
+        set_already = bool(group.get("fused")) or group.get("foreach") is False
+        knows_none = "fused" not in group and "foreach" not in group
+        is_plain = group.get("momentum") == 0 and "alpha" not in group and not group.get("weight_decay")
+        return set_already or knows_none or is_plain
+
+    return all(is_lean(group) for optimizer in optimizers for group in optimizer.param_groups)
+
+
 def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[LRScheduler, ...]:
     """The schedulers of a step as a tuple.
 

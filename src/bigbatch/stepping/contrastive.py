@@ -32,10 +32,11 @@ def info_nce(
 ) -> torch.Tensor:
     r"""InfoNCE: row $i$ of ``a`` finds row $i$ of ``b`` among all rows of ``b``, and the other way round (CLIP).
 
-    $$ -\frac{1}{N} \sum_i \log \frac{\exp(s\, a_i \cdot b_i)}{\sum_j \exp(s\, a_i \cdot b_j)}, $$
+    $$ -\frac{1}{N} \sum_i \log \frac{\exp(s\, \hat a_i \cdot \hat b_i)}{\sum_j \exp(s\, \hat a_i \cdot \hat b_j)},
+       \qquad \hat a_i = a_i / \lVert a_i \rVert, $$
 
-    the mean of both directions when symmetric (van den Oord et al., 2018, https://arxiv.org/abs/1807.03748; Radford et
-    al., 2021, https://arxiv.org/abs/2103.00020).
+    with $s = 20$ and rows of length 1 unless told otherwise, and the mean of both directions when symmetric (van den
+    Oord et al., 2018, https://arxiv.org/abs/1807.03748; Radford et al., 2021, https://arxiv.org/abs/2103.00020).
 
     >>> a, b = torch.randn(7, 3), torch.randn(7, 3)
     >>> logits = 20 * F.normalize(a) @ F.normalize(b).T
@@ -49,7 +50,7 @@ def info_nce(
         scale: What similarities are multiplied by, 1 / temperature; a tensor may need a gradient, such as CLIP's
             ``logit_scale.exp()``.
         symmetric: Whether ``b`` finds ``a`` too.
-        normalize: Whether rows are made of length 1 first.
+        normalize: Whether rows are divided by their lengths first, so that their products are cosines.
         chunk_size: Rows at a time.
 
     Returns:
@@ -58,7 +59,7 @@ def info_nce(
     Raises:
         LossError: The shapes do not go together.
     """
-    _check_rows(a, b, same_number=symmetric)
+    _check_rows(a, b, same_number=symmetric, may_have_more=True)
     a, b = _ready(a, normalize), _ready(b, normalize)
     loss = _nce(a, b, scale, chunk_size)
     return (loss + _nce(b, a, scale, chunk_size)) / 2 if symmetric else loss
@@ -75,16 +76,17 @@ def siglip(
 ) -> torch.Tensor:
     r"""SigLIP: each pair of rows is told to be one or not, by itself.
 
-    $$ -\frac{1}{N} \sum_{i,j} \log \sigma\bigl(z_{ij} (s\, a_i \cdot b_j + c)\bigr), \qquad z_{ii} = 1,\ z_{ij} = -1 $$
+    $$ -\frac{1}{N} \sum_{i,j} \log \sigma\bigl(z_{ij} (s\, \hat a_i \cdot \hat b_j + c)\bigr),
+       \qquad z_{ii} = 1,\ z_{ij} = -1,\ \hat a_i = a_i / \lVert a_i \rVert, $$
 
-    (Zhai et al., 2023, https://arxiv.org/abs/2303.15343).
+    with $s = 10$, $c = -10$ and rows of length 1 unless told otherwise (Zhai et al., 2023, https://arxiv.org/abs/2303.15343).
 
     Args:
         a: Shape ``(N, D)``.
         b: Shape ``(N, D)``.
         scale: What similarities are multiplied by; a tensor may need a gradient.
         bias: What is added to them; a tensor may need a gradient.
-        normalize: Whether rows are made of length 1 first.
+        normalize: Whether rows are divided by their lengths first, so that their products are cosines.
         chunk_size: Rows at a time.
 
     Returns:
@@ -115,16 +117,18 @@ def sup_con(
     r"""Supervised contrast: a row is near all rows of its label, and far from the others.
 
     $$ -\frac{1}{|I|} \sum_{i \in I} \frac{1}{|P(i)|} \sum_{p \in P(i)}
-       \log \frac{\exp(s\, z_i \cdot z_p)}{\sum_{j \ne i} \exp(s\, z_i \cdot z_j)}, $$
+       \log \frac{\exp(s\, \hat z_i \cdot \hat z_p)}{\sum_{j \ne i} \exp(s\, \hat z_i \cdot \hat z_j)},
+       \qquad \hat z_i = z_i / \lVert z_i \rVert, $$
 
-    over the rows $I$ that have another one of their label (Khosla et al., 2020, https://arxiv.org/abs/2004.11362). Two
-    views of a sample are two rows: ``sup_con(torch.cat([a, b]), labels.repeat(2))``.
+    with $s = 10$ and rows of length 1 unless told otherwise, over the rows $I$ that have another one of their label
+    (Khosla et al., 2020, https://arxiv.org/abs/2004.11362). Two views of a sample are two rows:
+    ``sup_con(torch.cat([a, b]), labels.repeat(2))``.
 
     Args:
         features: Shape ``(N, D)``.
         labels: Whole numbers, shape ``(N,)``.
         scale: What similarities are multiplied by, 1 / temperature; a tensor may need a gradient.
-        normalize: Whether rows are made of length 1 first.
+        normalize: Whether rows are divided by their lengths first, so that their products are cosines.
         chunk_size: Rows at a time.
 
     Returns:
@@ -188,9 +192,10 @@ def _diagonal(num_rows: int, start: int, columns: torch.Tensor) -> torch.Tensor:
     return numbers[start : start + num_rows, None] == numbers
 
 
-def _check_rows(a: torch.Tensor, b: torch.Tensor, *, same_number: bool) -> None:
+def _check_rows(a: torch.Tensor, b: torch.Tensor, *, same_number: bool, may_have_more: bool = False) -> None:
     fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1]
     if not fits or len(a) > len(b) or (same_number and len(a) != len(b)):
+        more = " With symmetric=False, b may have more rows: negatives of all." if may_have_more else ""
         raise LossError(
-            f"The rows that are compared have shapes {tuple(a.shape)} and {tuple(b.shape)}; they are (N, D) both."
+            f"The rows that are compared have shapes {tuple(a.shape)} and {tuple(b.shape)}; they are (N, D) both.{more}"
         )

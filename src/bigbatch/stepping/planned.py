@@ -17,7 +17,7 @@ from bigbatch.planning.costs import Line, MemoryProfile, Slot
 from bigbatch.planning.search import Recompute, search
 from bigbatch.planning.space import names_held
 from bigbatch.stepping import sizing
-from bigbatch.stepping.checks import check_model
+from bigbatch.stepping.checks import check_model, update_is_lean
 from bigbatch.stepping.planner import UNLIMITED, Planner
 from bigbatch.stepping.step import Step
 from bigbatch.units import parse_bytes
@@ -237,6 +237,7 @@ def _measured(planner: Planner, why: str) -> MemoryProfile:
         device=planner.device,
         fallback=why,
         model=type(unwrapped(step.model)).__name__,
+        update_is_lean=update_is_lean(step.optimizers),
         optimizer=" + ".join(type(optimizer).__name__ for optimizer in step.optimizers),
         warnings=("Optimizer state and buffers are in the peaks of the slot; they were not told apart.",),
     )

@@ -19,6 +19,7 @@ from bigbatch.memory.trace import Price
 from bigbatch.planning.blocks import Node, find_blocks
 from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.slots import MicroBatch, ShapesDependOnSizeError, Traced, micro_batches, read_slots
+from bigbatch.stepping.checks import update_is_lean
 from bigbatch.stepping.shadow import Record, Shadow
 from bigbatch.values import Plan
 
@@ -72,6 +73,7 @@ def profile_of(
         smallest_micro_batch=step.accumulator.smallest_micro_batch,
         device=shadow.device,
         model=type(unwrapped(step.model)).__name__,
+        update_is_lean=update_is_lean(step.optimizers),
         optimizer=" + ".join(type(optimizer).__name__ for optimizer in step.optimizers),
     )
 
