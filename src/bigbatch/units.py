@@ -72,6 +72,15 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def format_count(number: int, noun: str) -> str:
+    """How many there are.
+
+    >>> format_count(1, "epoch"), format_count(1200, "step")
+    ('1 epoch', '1,200 steps')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_names(names: list[str], most: int = 3) -> str:
     """Some names for a person, and how many more there are.
 

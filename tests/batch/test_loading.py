@@ -168,3 +168,16 @@ def test_on_cuda_micro_batches_are_pinned():
     batch = next(iter(loader(make_data())))
 
     assert next(iter(batch.micro_batches))["tokens"].is_pinned()
+
+
+def test_a_last_batch_that_is_not_full_may_be_left_out():
+    kept, dropped = loader(make_data()), loader(make_data(), drop_last=True)
+
+    assert (len(kept), len(dropped)) == (len(list(kept)), len(list(dropped))) == (2, 1)
+    assert seen(loader(make_data(), drop_last=True)) == seen(loader(make_data()))[:1]
+
+
+@pytest.mark.parametrize("name", ["collate_fn", "sampler", "batch_sampler", "generator"])
+def test_options_of_a_loader_that_choose_samples_are_refused_with_what_to_give(name):
+    with pytest.raises(bb.OptionError, match=rf"{name}= is not an option here.* Give .*="):
+        loader(make_data(), **{name: None})

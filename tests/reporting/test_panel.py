@@ -30,7 +30,7 @@ def plain_lines(task, seconds_between=0.0, **how):
 def test_plain_lines_tell_everything():
     lines = plain_lines(tiny_task(epochs=1, grad_norm=True), micro_batch_size=5)
 
-    assert lines[0].startswith("tiny: 50 samples, 99 parameters, batch 16, 1 epochs = 4 steps on cpu")
+    assert lines[0].startswith("tiny: 50 samples, 99 parameters, batch 16, 1 epoch = 4 steps on cpu")
     assert lines[1] == "micro × accumulation × ranks: 5 × 4 × 1 = 16, the last holds 1"
     step = r"step 1/4, epoch 1, loss \d\.\d{4}, gradient norm [\d.]+, lr 0.01, [\d,]+ samples/s, .* left"
     assert re.fullmatch(step, lines[2])

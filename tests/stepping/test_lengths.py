@@ -160,6 +160,7 @@ def test_a_loss_of_the_whole_batch_is_refused():
         step(make_batch())
 
 
+@pytest.mark.filterwarnings("ignore:length= groups samples under a bound")
 @pytest.mark.parametrize(
     ("option", "match"), [({"dropout": "per-sample"}, "moves samples"), ({"noise_scale": True}, "random parts")]
 )
@@ -169,6 +170,7 @@ def test_what_depends_on_who_is_in_a_micro_batch_is_refused(option, match):
     make_step(Tagger(), **option)(make_batch())  # at once, nothing is grouped
 
 
+@pytest.mark.filterwarnings("ignore:length= groups samples under a bound")
 def test_batch_norm_with_its_running_statistics_goes():
     torch.manual_seed(0)
     model = Tagger(norm=nn.BatchNorm1d(8)).double()
@@ -300,3 +302,23 @@ def test_a_compiled_model_sees_few_lengths_and_is_compiled_a_few_times():
 def test_options_that_do_not_go_together_are_refused(options, match):
     with pytest.raises(bb.OptionError, match=match):
         bb.StepOptions(**options)
+
+
+@pytest.mark.parametrize("how", ["step", "accumulate", "loader"])
+def test_lengths_without_a_bound_are_warned_of(how):
+    model, batch = Tagger(), make_batch()
+
+    def run(**bound: Any) -> None:
+        if how == "accumulate":
+            bb.accumulate(model, loss_fn, batch, **OPTIONS, **bound)
+        elif how == "step":
+            step = make_step(model, **bound)
+            for _ in range(2):
+                step(batch)
+        else:
+            bb.LogicalBatchLoader(batch, batch_size=4, **OPTIONS, **bound)
+
+    with pytest.warns(bb.BigBatchWarning, match="length= groups samples under a bound, and none was given") as found:
+        run()
+    assert len(found) == 1
+    run(max_tokens=400)  # control: any warning is an error here

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bigbatch.verification.comparison import relative_differences
+from bigbatch.verification.comparison import Comparison, relative_differences
 
 
 def test_a_difference_is_relative_to_its_parameter():
@@ -40,3 +40,18 @@ def test_what_is_not_finite_is_infinitely_far(bad):
 
     assert relative_differences(broken, some) == {"a": math.inf, "b": 0.0}
     assert relative_differences(some, broken)["a"] == math.inf
+
+
+def test_a_comparison_is_shown_as_lines():
+    differences = {f"layer{i}.weight": 10.0**-i for i in range(12)}
+    found = Comparison(differences, 0.5, ((3, 3, 2), (1,) * 8), findings=("A mean over tokens.",))
+    lines = str(found).splitlines()
+
+    assert lines[0] == "The cut batch and the whole batch at once, in float64: NOT equal"
+    assert lines[1:3] == [
+        "  cut: 3 micro-batches, at most 3 samples each",
+        "  cut: 8 micro-batches, at most 1 sample each",
+    ]
+    assert "  layer0.weight  1.0e+00" in lines
+    assert "  and 2 more, which are closer" in lines
+    assert lines[-2:] == ["Found:", "  - A mean over tokens."]

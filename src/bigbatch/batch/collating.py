@@ -94,11 +94,22 @@ def by_length(lengths: list[int], micro_batch_size: int | None, options: StepOpt
     few = room.few_lengths and _is_told(options.collate)
     padded = padding_rule(options.pad_to_multiple_of, few=few)
     bound = bound_of(padded(max(lengths)), len(lengths), micro_batch_size, options.max_tokens, room.planned_length)
-    check_fits([padded(length) for length in lengths], options.max_tokens)
+    by = "the few lengths of a compiled model" if few else f"pad_to_multiple_of={options.pad_to_multiple_of}"
+    check_fits(lengths, options.max_tokens, padded, by)
     found: Grouping = grouped(lengths, bound, padded)
     # Of one of few lengths: a multiple of that length itself, which is all that a collate can be told.
     multiples = found.padded_lengths if few else [options.pad_to_multiple_of] * len(found.groups)
     return Collation(found.groups, [_padding_to(options.collate, n) for n in multiples], found.padding)
+
+
+def warn_where_nothing_bounds(batch: Any, micro_batch_size: int | None, options: StepOptions) -> None:
+    """Warn where ``length=`` has nothing to group a list of samples by, so that it is one micro-batch."""
+    is_bounded = micro_batch_size is not None or options.max_tokens is not None
+    if options.length is not None and not is_bounded and isinstance(batch, Sequence):
+        warn(
+            "length= groups samples under a bound, and none was given: the whole batch is one micro-batch, padded to "
+            "its longest sample. Give max_tokens= or micro_batch_size= (or a Step a plan= or memory_budget=)."
+        )
 
 
 def longest_of(samples: Sequence[Any], options: StepOptions) -> int:

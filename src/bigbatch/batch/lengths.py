@@ -105,21 +105,30 @@ def bound_of(
     return Bound(tokens if max_tokens is None else min(tokens, max_tokens), num_samples)
 
 
-def check_fits(lengths: Sequence[int], max_tokens: int | None) -> None:
+def check_fits(
+    lengths: Sequence[int], max_tokens: int | None, padded: Callable[[int], int] = int, by: str = ""
+) -> None:
     """Raise ``LengthError`` for a sample that is longer than a micro-batch may be.
 
     Args:
-        lengths: Padded, of each sample.
+        lengths: Of each sample.
         max_tokens: Of a micro-batch.
+        padded: What a length is padded to.
+        by: What pads it, in words.
     """
-    if max_tokens is None or max(lengths) <= max_tokens:
+    if max_tokens is None or padded(longest := max(lengths)) <= max_tokens:
         return
-    index = next(i for i, length in enumerate(lengths) if length > max_tokens)
+    index, length = next((i, length) for i, length in enumerate(lengths) if padded(length) > max_tokens)
+
+    def shown(length: int) -> str:
+        return f"{length}" if padded(length) == length else f"{length}, padded to {padded(length)}{by and f' by {by}'}"
+
+    more = "" if length == longest else f" (The longest of the batch has {shown(longest)}.)"
     raise LengthError(
-        f"Sample {index} of the batch has length {lengths[index]} (padded), but max_tokens={max_tokens} is all that "
-        f"a micro-batch may hold. Raise max_tokens to {max(lengths)}, or cut or leave out longer samples.",
+        f"Sample {index} of the batch has length {shown(length)}, but max_tokens={max_tokens} is all that a "
+        f"micro-batch may hold. Raise max_tokens to {padded(longest)}, or cut or leave out longer samples.{more}",
         index=index,
-        length=lengths[index],
+        length=padded(length),
         max_tokens=max_tokens,
     )
 

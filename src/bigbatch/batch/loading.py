@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from bigbatch.batch.collating import Collate, by_length, in_order
+from bigbatch.batch.collating import Collate, by_length, in_order, warn_where_nothing_bounds
 from bigbatch.batch.lengths import lengths_of
 from bigbatch.batch.logical import LogicalBatch
 from bigbatch.batch.weighing import Weigher
@@ -55,14 +55,16 @@ class LogicalBatchLoader:
 
     Args:
         data: Map-style: ``len(data)`` and ``data[index]``.
-        batch_size: Samples of a logical batch; the last one of an epoch holds what is left.
+        batch_size: Samples of a logical batch; the last one of an epoch holds what is left, without ``drop_last``.
         collate: Makes a micro-batch of a list of samples; it runs in the workers.
         length: ``length(sample)``, or the lengths of all samples in order. None: samples are not grouped.
         micro_batch_size, max_tokens, pad_to_multiple_of, weight: See ``StepOptions``; give the step the same weight.
         shuffle: Another order in each epoch, from ``seed`` and the number of the epoch.
         seed: Of the order, and of what workers draw.
+        drop_last: Leave out a last batch that is not full.
         pin_memory: None: where there is CUDA.
-        loader_options: Of ``torch.utils.data.DataLoader``: ``num_workers``, ``persistent_workers``, and so on.
+        loader_options: Of ``torch.utils.data.DataLoader``: ``num_workers``, ``persistent_workers``, and so on; not
+            those that say which samples make a batch.
 
     Attributes:
         epoch: The one that the next ``iter`` begins, from 0; set it to go on in the middle of a run.
@@ -85,10 +87,12 @@ class LogicalBatchLoader:
         weight: Any = None,
         shuffle: bool = True,
         seed: int = 0,
+        drop_last: bool = False,
         pin_memory: bool | None = None,
         **loader_options: Any,
     ):
         check_positive("batch_size", batch_size)
+        _check_loader_options(loader_options)
         if micro_batch_size is not None:
             check_positive("micro_batch_size", micro_batch_size)
         known = None if length is None or callable(length) else list(length)
@@ -98,7 +102,8 @@ class LogicalBatchLoader:
         self._options = StepOptions(
             collate=collate, length=self._length, max_tokens=max_tokens, pad_to_multiple_of=pad_to_multiple_of
         )
-        self.batch_size, self.epoch = batch_size, 0
+        self.batch_size, self.epoch, self._drop_last = batch_size, 0, drop_last
+        warn_where_nothing_bounds([], micro_batch_size, self._options)
         self._data, self._micro_batch_size, self._lengths = data, micro_batch_size, known
         self._weigher, self._weights = Weigher(weight), None
         self._shuffle, self._seed = shuffle, seed
@@ -115,7 +120,8 @@ class LogicalBatchLoader:
 
     def __len__(self) -> int:
         """Logical batches in an epoch."""
-        return -(-len(self._data) // self.batch_size)
+        full, rest = divmod(len(self._data), self.batch_size)
+        return full + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         """The batches of the next epoch."""
@@ -132,7 +138,7 @@ class LogicalBatchLoader:
         generator = torch.Generator().manual_seed(self._seed + epoch)
         count = len(self._data)
         order = torch.randperm(count, generator=generator) if self._shuffle else torch.arange(count)
-        for chosen in order.split(self.batch_size):
+        for chosen in order.split(self.batch_size)[: len(self)]:
             yield self._plan(chosen.tolist())
 
     def _plan(self, indices: list[int]) -> _Planned:
@@ -234,6 +240,20 @@ class _Stream:
         while self._left:
             self._left -= 1
             next(self._micro_batches)
+
+
+_INSTEAD = {
+    "collate_fn": "Give collate=, which makes a micro-batch of a list of samples.",
+    "sampler": "Give shuffle= and seed=, or data in the order that you want, such as torch.utils.data.Subset.",
+    "batch_sampler": "Give batch_size=, shuffle= and seed=, or data in the order that you want with shuffle=False.",
+    "generator": "Give seed=.",
+}
+
+
+def _check_loader_options(options: dict[str, Any]) -> None:
+    for name, instead in _INSTEAD.items():
+        if name in options:
+            raise OptionError(f"{name}= is not an option here: LogicalBatchLoader makes its own. {instead}")
 
 
 def _samples(data: Any, indices: list[int]) -> list[Any]:

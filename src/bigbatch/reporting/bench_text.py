@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bigbatch.training.bench_result import BenchResult, BenchRow
 from bigbatch.training.ways import Way
-from bigbatch.units import format_bytes, format_seconds
+from bigbatch.units import format_bytes, format_count, format_seconds
 
 _NOTHING = "-"
 
@@ -57,10 +57,10 @@ def row_text(row: BenchRow) -> str:
 def _opening(found: BenchResult) -> str:
     budget = "" if found.budget_bytes is None else f", budget {format_bytes(found.budget_bytes)}"
     versions = found.versions
-    threads = f", {versions['threads']} threads" if found.device == "cpu" else ""
+    threads = f", {format_count(versions['threads'], 'thread')}" if found.device == "cpu" else ""
     return (
         f"{found.task}: batches of {found.batch_size} on {versions['device']}{threads}, torch {versions['torch']}"
-        f"{budget}; {found.num_rounds} rounds in turns, {format_seconds(found.seconds)} in all"
+        f"{budget}; {format_count(found.num_rounds, 'round')} in turns, {format_seconds(found.seconds)} in all"
     )
 
 

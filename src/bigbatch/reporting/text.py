@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from bigbatch.training.events import RunInfo, RunResult, is_accuracy
 from bigbatch.training.preflight import Preflight
-from bigbatch.units import format_bytes, format_seconds
+from bigbatch.units import format_bytes, format_count, format_seconds
 
 
 def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1, *, batch_size: int | None = None) -> str:
@@ -73,8 +73,9 @@ def opening(info: RunInfo) -> str:
     after = f", goes on after step {info.first_step}" if info.first_step else ""
     ranks = f", {info.num_ranks} ranks" if info.num_ranks > 1 else ""
     return (
-        f"{info.task}: {info.num_samples:,} samples, {info.num_parameters:,} parameters, batch {info.batch_size}, "
-        f"{info.num_epochs} epochs = {info.total_steps} steps on {info.device}{ranks}{budget}{switches}{after}"
+        f"{info.task}: {format_count(info.num_samples, 'sample')}, {info.num_parameters:,} parameters, "
+        f"batch {info.batch_size}, {format_count(info.num_epochs, 'epoch')} = {format_count(info.total_steps, 'step')} "
+        f"on {info.device}{ranks}{budget}{switches}{after}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch.batch.collating import warn_where_nothing_bounds
 from bigbatch.errors import GradientError, OptionError
 from bigbatch.stepping.accumulator import Accumulator
 from bigbatch.stepping.checks import check_parameters
@@ -68,6 +69,7 @@ def accumulate(
     _check_concerns_the_gradient(wanted)
     if micro_batch_size is not None:
         check_positive("micro_batch_size", micro_batch_size)
+    warn_where_nothing_bounds(batch, micro_batch_size, wanted)
     accumulator = Accumulator(model, loss_fn, wanted)
     named = _named_like(model, model.parameters() if parameters is None else check_parameters(parameters))
     outside = _Outside(accumulator, named) if parameters is None else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch.batch.collating import warn_where_nothing_bounds
 from bigbatch.errors import GradientError, LossError, NonFiniteError, OptionError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
@@ -139,6 +140,8 @@ class Step:
         """
         if self.budget_bytes is not None and fitting.is_needed(self, batch):
             self.fit(batch)
+        if not self.num_steps:
+            warn_where_nothing_bounds(batch, self.micro_batch_size, self.options)
         named = self.named_parameters()
         result = self._recovery.run(batch, named)
         try:

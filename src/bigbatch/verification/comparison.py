@@ -9,12 +9,15 @@ from typing import Literal
 
 import torch
 
+from bigbatch.units import format_count
 from bigbatch.values import _Json
 
 DType = Literal["float64", "float32"]
 
 MAX_DIFFERENCE: dict[str, float] = {"float64": 1e-10, "float32": 1e-4}
 """By the dtype of the comparison: relative differences up to it are rounding."""
+
+_MOST_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,28 @@ class Comparison(_Json):
         """Whether each cut gave the gradient and the loss of the whole batch, up to rounding."""
         bound = MAX_DIFFERENCE[self.dtype]
         return self.deterministic and self.worst[1] <= bound and self.loss_difference <= bound
+
+    def __str__(self) -> str:
+        """The verdict, the cuts, and ``described``."""
+        verdict = "equal up to rounding" if self.equal else "NOT equal"
+        cuts = [f"  cut: {len(s)} micro-batches, at most {format_count(max(s), 'sample')} each" for s in self.cuts]
+        first = f"The cut batch and the whole batch at once, in {self.dtype}: {verdict}"
+        return "\n".join([first, *cuts, *described(self)])
+
+
+def described(found: Comparison) -> list[str]:
+    """Lines with the parameters that are farthest off, the loss, and what was found."""
+    rows = list(found.differences.items())[:_MOST_ROWS]
+    width = max(len("parameter"), *(len(parameter) for parameter, _ in rows))
+    lines = ["", f"  {'parameter':{width}}  relative difference of the gradient"]
+    lines += [f"  {parameter:{width}}  {difference:.1e}" for parameter, difference in rows]
+    if len(found.differences) > len(rows):
+        lines.append(f"  and {len(found.differences) - len(rows)} more, which are closer")
+    lines.append(f"  {'(the loss)':{width}}  {found.loss_difference:.1e}")
+    lines.append(f"  allowed: {MAX_DIFFERENCE[found.dtype]:.0e}")
+    for title, texts in (("Found", found.findings), ("Done otherwise than in a step", found.notes)):
+        lines += ["", f"{title}:", *(f"  - {text}" for text in texts)] if texts else []
+    return lines
 
 
 def relative_differences(
