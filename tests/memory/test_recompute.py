@@ -492,7 +492,7 @@ RRELU_CALLS: dict[str, Any] = {
 }
 
 
-def gradients_of_rrelu(call: Any, applied: bb.Plan | None = None) -> dict[str, Tensor]:
+def gradients_of_rrelu(call: Any, applied: bb.Plan | None = None) -> dict[str, Tensor | None]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.RReLU()).double()
     batch = torch.randn(6, 4, dtype=torch.float64)

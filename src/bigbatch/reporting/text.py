@@ -118,7 +118,7 @@ def closing(result: RunResult, files: Sequence[str]) -> list[str]:
     lines = [
         metrics_text(result.metrics) or (f"loss {result.loss:.4g}" if result.loss is not None else "no result"),
         peak_line(result.peak_bytes, result.budget_bytes, num_steps=result.num_steps, device=result.device),
-        f"{result.num_steps} steps{skipped} in {format_seconds(result.seconds)}, "
+        f"{format_count(result.num_steps, 'step')}{skipped} in {format_seconds(result.seconds)}, "
         f"{result.samples_per_second:,.0f} samples/s",
         f"equal to the big batch: {_EXACTNESS[result.exactness]}",
         *([result.data_advice] if result.data_advice else []),
