@@ -132,15 +132,3 @@ def test_verify_finds_nothing_with_exact_and_says_so_with_merge():
 
     assert bb.verify(model, loss_fn, batch, micro_batch_size=5, batch_norm="exact").findings == ()
     assert 'batch_norm="exact"' in bb.verify(model, loss_fn, batch, micro_batch_size=5).findings[0]
-
-
-def test_a_loss_of_the_whole_batch_is_traced_as_one_micro_batch(recwarn):
-    """Its plan was found by trying, because the second of its two passes was taken for the loss."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    loss = bb.WholeBatchLoss(lambda m, b: m(b[0]), lambda outputs, b: (outputs.T @ outputs).square().mean())
-    batch = (torch.randn(12, 4),)
-
-    found = bb.plan(model, loss, batch, batch_size=12, batch_norm="exact", memory_budget="1MiB", calibrate=False)
-
-    assert found.micro_batch_size == 12
-    assert not recwarn.list
