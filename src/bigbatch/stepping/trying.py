@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -90,17 +91,20 @@ def _fuller(fits: _Fits, plan: Plan, of_size: Callable[[int], Plan | None]) -> l
         return []
     smallest, last = plan.micro_batch_size, math.ceil(fits.batch_size / (count - 1)) - 1
 
-    def is_too_large(size: int) -> bool:
+    @functools.cache
+    def traced(size: int) -> Plan | None:
         found = of_size(size)
         if found is None or seconds_of(found) > ABOUT * seconds_of(expected):
-            return True
-        return fits.over(fits.planner.traced_plan(found, fits.batch_size)) > 0
+            return None
+        return fits.planner.traced_plan(found, fits.batch_size)
 
-    sizes = range(smallest + 1, last + 1)
-    largest = smallest + bisect.bisect_left(sizes, True, key=is_too_large)
+    def is_too_large(size: int) -> bool:
+        found = traced(size)
+        return found is None or fits.over(found) > 0
+
+    largest = smallest + bisect.bisect_left(range(smallest + 1, last + 1), True, key=is_too_large)
     wanted = {largest, (smallest + largest + 1) // 2} - {smallest}
-    found = [of_size(size) for size in wanted]
-    return [fits.planner.traced_plan(some, fits.batch_size) for some in found if some is not None]
+    return [found for found in map(traced, wanted) if found is not None]
 
 
 def seconds_of(plan: Plan) -> float:
