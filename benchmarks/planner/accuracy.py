@@ -24,8 +24,8 @@ from benchmarks.planner.meter import peak_of, process_peak
 from benchmarks.planner.models import Model, Size, models
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.planning.search import MARGIN
-from bigbatch.stepping.planner import Planner
-from bigbatch.stepping.workspace import find_workspace
+from bigbatch.stepping.fitting.planner import Planner
+from bigbatch.stepping.fitting.workspace import find_workspace
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD, momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),

@@ -28,9 +28,9 @@ from bigbatch.batch.sizes import micro_batch_sizes
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.search import MARGIN
 from bigbatch.planning.space import ABOUT
-from bigbatch.stepping.planner import Planner
-from bigbatch.stepping.timing import tried
-from bigbatch.stepping.workspace import find_workspace
+from bigbatch.stepping.fitting.planner import Planner
+from bigbatch.stepping.fitting.timing import tried
+from bigbatch.stepping.fitting.workspace import find_workspace
 
 # ResNet takes ten times as long as the others to trace.
 WEIGHTS = {

@@ -27,7 +27,7 @@ import bigbatch as bb
 from benchmarks.planner.models import Model
 from bigbatch.batch.sizes import part_sizes
 from bigbatch.planning.search import MARGIN, frontier
-from bigbatch.stepping.planner import Planner
+from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.tasks.shapes.gpt2 import Gpt2
 from bigbatch.tasks.shapes.resnet import ResNet
 from bigbatch.tasks.shapes.shape import class_loss, images, pixel_loss, tokens

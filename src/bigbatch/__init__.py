@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from bigbatch.memory.limit import limit_memory
     from bigbatch.memory.recompute import apply, recompute
     from bigbatch.planning.costs import MemoryProfile
-    from bigbatch.stepping.accumulating import accumulate
-    from bigbatch.stepping.contrastive import info_nce, siglip, sup_con
-    from bigbatch.stepping.conversions import to_group_norm, to_instance_norm, to_layer_norm
+    from bigbatch.stepping.accumulate import accumulate
+    from bigbatch.stepping.coupled.contrastive import info_nce, siglip, sup_con
+    from bigbatch.stepping.coupled.whole_batch import WholeBatchLoss
+    from bigbatch.stepping.fitting.verbs import plan, profile
     from bigbatch.stepping.learning_rate import scale_learning_rate, total_steps
     from bigbatch.stepping.losses import Constant, Ratio, Sum
-    from bigbatch.stepping.planned import plan, profile
-    from bigbatch.stepping.recalibrating import recalibrate_batch_norm
+    from bigbatch.stepping.normalization.conversions import to_group_norm, to_instance_norm, to_layer_norm
+    from bigbatch.stepping.normalization.recalibrating import recalibrate_batch_norm
     from bigbatch.stepping.step import Step
-    from bigbatch.stepping.whole_batch import WholeBatchLoss
     from bigbatch.training.task import Task
     from bigbatch.values import Plan, StepOptions, StepResult
     from bigbatch.verification.comparison import Comparison
@@ -87,21 +87,21 @@ _HOME = {
     "Task": "bigbatch.training.task",
     "TaskError": _ERRORS,
     "TraceError": _ERRORS,
-    "WholeBatchLoss": "bigbatch.stepping.whole_batch",
-    "accumulate": "bigbatch.stepping.accumulating",
+    "WholeBatchLoss": "bigbatch.stepping.coupled.whole_batch",
+    "accumulate": "bigbatch.stepping.accumulate",
     "apply": "bigbatch.memory.recompute",
-    "info_nce": "bigbatch.stepping.contrastive",
+    "info_nce": "bigbatch.stepping.coupled.contrastive",
     "limit_memory": "bigbatch.memory.limit",
-    "plan": "bigbatch.stepping.planned",
-    "profile": "bigbatch.stepping.planned",
-    "recalibrate_batch_norm": "bigbatch.stepping.recalibrating",
+    "plan": "bigbatch.stepping.fitting.verbs",
+    "profile": "bigbatch.stepping.fitting.verbs",
+    "recalibrate_batch_norm": "bigbatch.stepping.normalization.recalibrating",
     "recompute": "bigbatch.memory.recompute",
     "scale_learning_rate": "bigbatch.stepping.learning_rate",
-    "siglip": "bigbatch.stepping.contrastive",
-    "sup_con": "bigbatch.stepping.contrastive",
-    "to_group_norm": "bigbatch.stepping.conversions",
-    "to_instance_norm": "bigbatch.stepping.conversions",
-    "to_layer_norm": "bigbatch.stepping.conversions",
+    "siglip": "bigbatch.stepping.coupled.contrastive",
+    "sup_con": "bigbatch.stepping.coupled.contrastive",
+    "to_group_norm": "bigbatch.stepping.normalization.conversions",
+    "to_instance_norm": "bigbatch.stepping.normalization.conversions",
+    "to_layer_norm": "bigbatch.stepping.normalization.conversions",
     "total_steps": "bigbatch.stepping.learning_rate",
     "verify": "bigbatch.verification.verifying",
 }

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 import bigbatch as bb
-from bigbatch.stepping.sizing import largest_that_fits
+from bigbatch.stepping.fitting.sizing import largest_that_fits
 from tests.cases.common import FakeOutOfMemory
 
 

@@ -6,7 +6,7 @@ It must never answer a size as large as one that failed, nor an absurd one.
 import math
 
 from bigbatch.errors import BudgetError
-from bigbatch.stepping.sizing import largest_that_fits
+from bigbatch.stepping.fitting.sizing import largest_that_fits
 
 
 def build():

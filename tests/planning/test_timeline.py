@@ -12,7 +12,7 @@ import bigbatch as bb
 from bigbatch.memory.events import Event, Storage
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.timeline import KINDS, read_timeline
-from bigbatch.stepping.planner import Planner
+from bigbatch.stepping.fitting.planner import Planner
 
 WIDTH, BLOCKS = 32, 4
 

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bigbatch.memory.measure import LiveBytes
-from bigbatch.stepping.lockstep import Lockstep, this_worker
+from bigbatch.stepping.normalization.lockstep import Lockstep, this_worker
 
 
 class Sum:

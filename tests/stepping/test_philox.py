@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bigbatch.stepping import philox as module
-from bigbatch.stepping.philox import keep_mask, philox
+from bigbatch.stepping.dropout import philox as module
+from bigbatch.stepping.dropout.philox import keep_mask, philox
 
 CPU = torch.device("cpu")
 # philox4x32 10 in tests/kat_vectors of Random123.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import bigbatch as bb
 from bigbatch.errors import BigBatchWarning
-from bigbatch.stepping.planner import Planner
+from bigbatch.stepping.fitting.planner import Planner
 from tests.stepping.plannable import WORLDS, World, adamw, adapters, cnn, cross_entropy, features, images, mlp, sgd
 
 # Nothing moves

@@ -745,7 +745,7 @@ def test_a_gradient_penalty_through_the_layers_is_refused(create_graph):
 
 
 def test_ranks_are_refused(monkeypatch):
-    from bigbatch.stepping import pooled_batchnorm
+    from bigbatch.stepping.normalization import pooled_batchnorm
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)

@@ -10,8 +10,8 @@ from torch import nn
 
 import bigbatch as bb
 from bigbatch.memory.offloading import MeteredHost, pretend_host
-from bigbatch.stepping import shadow
-from bigbatch.stepping.planner import Planner
+from bigbatch.stepping.fitting import shadow
+from bigbatch.stepping.fitting.planner import Planner
 from tests.stepping.pooled_models import Batch, images, loss_fn, resnet
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import bigbatch as bb
 from bigbatch.errors import BigBatchWarning
-from bigbatch.stepping.planner import Planner
+from bigbatch.stepping.fitting.planner import Planner
 from tests.stepping.plannable import WORLDS, World, averaged, cnn, features, images, mlp, sgd
 
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel
 
 import bigbatch as bb
-from bigbatch.stepping.sizing import fit, largest_that_fits
+from bigbatch.stepping.fitting.sizing import fit, largest_that_fits
 from bigbatch.values import Plan
 
 NUM_FEATURES = 16

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bigbatch as bb
+from bigbatch.stepping.coupled.whole_batch import TwoPasses
 from bigbatch.stepping.precision import Precision
-from bigbatch.stepping.whole_batch import TwoPasses
 from tests.reference import (
     RecordingSGD,
     assert_same_gradients,

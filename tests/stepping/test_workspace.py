@@ -11,8 +11,8 @@ from torch import nn
 
 import bigbatch as bb
 from bigbatch.planning.costs import NOTHING
-from bigbatch.stepping.planner import Planner
-from bigbatch.stepping.workspace import find_workspace
+from bigbatch.stepping.fitting.planner import Planner
+from bigbatch.stepping.fitting.workspace import find_workspace
 
 
 def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

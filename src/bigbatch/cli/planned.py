@@ -24,7 +24,7 @@ from bigbatch.reporting.frontier import Frontier, check_can_be_drawn, draw_front
 from bigbatch.reporting.plan_text import Planned, plan_report
 from bigbatch.reporting.text import rendered
 from bigbatch.reporting.timeline import draw_timeline
-from bigbatch.stepping.planner import Planner
+from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.stepping.step import Step
 from bigbatch.tasks.finding import BUILT_IN, find_task
 from bigbatch.tasks.shapes import SHAPES, find_shape

@@ -16,7 +16,6 @@ from bigbatch.batch.moving import device_of, on_device
 from bigbatch.batch.structure import shapes_in
 from bigbatch.batch.weighing import Weigher
 from bigbatch.errors import BatchError, DistributedError, LossError
-from bigbatch.stepping import batchnorm
 from bigbatch.stepping.accumulation import Accumulation
 from bigbatch.stepping.checks import (
     check_goes_with_whole_batch_loss,
@@ -30,22 +29,23 @@ from bigbatch.stepping.checks import (
     warn_of_ignored_labels,
 )
 from bigbatch.stepping.compiled import is_compiled
+from bigbatch.stepping.coupled.whole_batch import TwoPasses, WholeBatchLoss
+from bigbatch.stepping.distributed.ranks import Ranks
+from bigbatch.stepping.distributed.reducing import Reducer
+from bigbatch.stepping.distributed.settling import num_told, settle
+from bigbatch.stepping.dropout.per_sample import NativeDropout, PerSampleDropout
 from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
 from bigbatch.stepping.hooks import HookWatch
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
 from bigbatch.stepping.losses import Term, terms_of
-from bigbatch.stepping.per_sample_dropout import NativeDropout, PerSampleDropout
+from bigbatch.stepping.normalization import batchnorm
+from bigbatch.stepping.normalization.pooled_batchnorm import PooledBatchNorm, check_ranks
+from bigbatch.stepping.normalization.side_by_side import run_side_by_side
 from bigbatch.stepping.placing import say_where
-from bigbatch.stepping.pooled_batchnorm import PooledBatchNorm, check_ranks
 from bigbatch.stepping.precision import Precision
-from bigbatch.stepping.ranks import Ranks
-from bigbatch.stepping.reducing import Reducer
-from bigbatch.stepping.settling import num_told, settle
 from bigbatch.stepping.shares import Share, Shares
-from bigbatch.stepping.side_by_side import run_side_by_side
 from bigbatch.stepping.undo import Generators, Undo
-from bigbatch.stepping.whole_batch import TwoPasses, WholeBatchLoss
 from bigbatch.values import StepOptions
 
 OnMicroBatch = Callable[[int, int | None], None]

@@ -15,7 +15,7 @@ from bigbatch.batch.sizes import part_sizes
 from bigbatch.errors import BudgetError, DistributedError, EmptyBatchError, RankMemoryError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import Recomputing, apply
-from bigbatch.stepping import fitting, sizing
+from bigbatch.stepping.fitting import first_batch, sizing
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
 from bigbatch.values import Plan, StepResult
@@ -127,7 +127,7 @@ class Recovery:
         if step.accumulator.ranks.are_several:
             return False  # what each rank would trace is not the same
         try:
-            plan = fitting.leanest(step, batch) if self._recomputing is None else None
+            plan = first_batch.leanest(step, batch) if self._recomputing is None else None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

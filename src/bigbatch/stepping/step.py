@@ -13,12 +13,12 @@ from bigbatch.batch.collating import warn_where_nothing_bounds
 from bigbatch.errors import GradientError, LossError, NonFiniteError, OptionError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
-from bigbatch.stepping import fitting, sizing
 from bigbatch.stepping.accumulation import Accumulation
 from bigbatch.stepping.accumulator import Accumulator, OnMicroBatch
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, check_one_process, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.exactness import why_not_exact
+from bigbatch.stepping.fitting import first_batch, sizing
 from bigbatch.stepping.gradients import accumulation_dtype_of, clear_gradients
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.judging import judged
@@ -138,7 +138,7 @@ class Step:
 
         After any of them, model, optimizer and random numbers are as before.
         """
-        if self.budget_bytes is not None and fitting.is_needed(self, batch):
+        if self.budget_bytes is not None and first_batch.is_needed(self, batch):
             self.fit(batch)
         if not self.num_steps:
             warn_where_nothing_bounds(batch, self.micro_batch_size, self.options)
@@ -311,7 +311,7 @@ class Step:
         """
         if self.budget_bytes is None:
             raise OptionError('The step has no memory budget; make it with memory_budget="8GiB".')
-        self.plan = fitting.fit_together(self, batch, self.budget_bytes)
+        self.plan = first_batch.fit_together(self, batch, self.budget_bytes)
         self.micro_batch_size = self.plan.micro_batch_size
         return self.plan
 

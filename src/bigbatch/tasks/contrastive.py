@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from bigbatch.errors import MissingExtraError
-from bigbatch.stepping.contrastive import info_nce
-from bigbatch.stepping.whole_batch import WholeBatchLoss
+from bigbatch.stepping.coupled.contrastive import info_nce
+from bigbatch.stepping.coupled.whole_batch import WholeBatchLoss
 from bigbatch.training.task import Metrics, Task
 
 _MAX_TOKENS = 32

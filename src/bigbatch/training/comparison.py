@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bigbatch.memory.out_of_memory import is_out_of_memory
-from bigbatch.stepping.accumulating import accumulate
+from bigbatch.stepping.accumulate import accumulate
 from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
 from bigbatch.training.data import first_batch, train_loader

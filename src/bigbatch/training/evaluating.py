@@ -11,8 +11,8 @@ from torch import nn
 
 from bigbatch.batch.moving import moved
 from bigbatch.errors import TaskError
+from bigbatch.stepping.normalization.recalibrating import eval_mode
 from bigbatch.stepping.precision import Precision
-from bigbatch.stepping.recalibrating import eval_mode
 from bigbatch.training.group import ALONE, Group
 from bigbatch.training.task import Task
 

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from torch.distributed.rendezvous import rendezvous
 
 from bigbatch.errors import BigBatchError, DistributedError, RunStopped
-from bigbatch.stepping.leaving import Farewell
+from bigbatch.stepping.distributed.leaving import Farewell
 from bigbatch.training.notices import Notices
 from bigbatch.training.rank import Rank
 from bigbatch.training.sharding import shard

@@ -12,7 +12,7 @@ import torch
 
 from bigbatch.errors import BudgetError, OptionError, TraceError
 from bigbatch.planning.costs import MemoryProfile
-from bigbatch.stepping.planner import Planner
+from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.stepping.step import Step
 from bigbatch.training.building import build
 from bigbatch.training.data import first_batch

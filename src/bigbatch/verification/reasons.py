@@ -10,10 +10,10 @@ from torch import nn
 
 from bigbatch.batch.structure import leaves
 from bigbatch.memory.naming import unwrapped
-from bigbatch.stepping import batchnorm
+from bigbatch.stepping.coupled.outputs import joined_leaves, opened, shown
 from bigbatch.stepping.exactness import EXACT_WITH_WHOLE_BATCH_LOSS
 from bigbatch.stepping.losses import Sum
-from bigbatch.stepping.outputs import joined_leaves, opened, shown
+from bigbatch.stepping.normalization import batchnorm
 from bigbatch.units import format_names
 from bigbatch.verification.adding_up import Parts, candidates, parts_of
 from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, relative_differences

@@ -18,14 +18,14 @@ from bigbatch.batch.moving import on_device
 from bigbatch.batch.weighing import Weigher
 from bigbatch.errors import BatchError, BigBatchWarning, LossError, OptionError
 from bigbatch.memory.naming import unwrapped
-from bigbatch.stepping import batchnorm
-from bigbatch.stepping.accumulating import accumulate
+from bigbatch.stepping.accumulate import accumulate
 from bigbatch.stepping.compiled import without_compiled_code
+from bigbatch.stepping.coupled.outputs import named_leaves
+from bigbatch.stepping.coupled.whole_batch import WholeBatchLoss
+from bigbatch.stepping.dropout.per_sample import NativeDropout, PerSampleDropout, same_masks
 from bigbatch.stepping.losses import Term, plain_loss, terms_of, value_of
-from bigbatch.stepping.outputs import named_leaves
-from bigbatch.stepping.per_sample_dropout import NativeDropout, PerSampleDropout, same_masks
+from bigbatch.stepping.normalization import batchnorm
 from bigbatch.stepping.undo import Generators, Undo
-from bigbatch.stepping.whole_batch import WholeBatchLoss
 from bigbatch.values import AFTER_THE_GRADIENT, DropoutPolicy, StepOptions
 from bigbatch.verification.widening import Widened, switch_dropout_off, switch_recompute_off, wide_batch, widened
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from bigbatch.batch.sizes import smallest_without_single
 from bigbatch.errors import ArgumentError, BatchError, BigBatchError, OptionError
-from bigbatch.stepping import batchnorm
 from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
+from bigbatch.stepping.normalization import batchnorm
 from bigbatch.stepping.undo import Generators
 from bigbatch.values import StepOptions, check_positive
 from bigbatch.verification import reasons

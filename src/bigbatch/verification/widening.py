@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from bigbatch.batch.structure import mapped
-from bigbatch.stepping.recording import apply_quietly
+from bigbatch.stepping.fitting.recording import apply_quietly
 from bigbatch.values import Plan
 
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})

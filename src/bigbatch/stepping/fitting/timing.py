@@ -15,8 +15,8 @@ from bigbatch.memory.trace import Recorder
 from bigbatch.planning.costs import Line, MemoryProfile, Part, Slot
 from bigbatch.planning.slots import MicroBatch, SlotSeconds, micro_batches, seconds_before, seconds_of_slots
 from bigbatch.stepping.compiled import without_compiled_code
-from bigbatch.stepping.recording import apply_quietly, recorded
-from bigbatch.stepping.trial import put_back_afterwards
+from bigbatch.stepping.fitting.recording import apply_quietly, recorded
+from bigbatch.stepping.fitting.trial import put_back_afterwards
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:

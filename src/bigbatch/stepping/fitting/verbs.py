@@ -16,9 +16,9 @@ from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import Line, MemoryProfile, Slot
 from bigbatch.planning.search import Recompute, search
 from bigbatch.planning.space import names_held
-from bigbatch.stepping import sizing
 from bigbatch.stepping.checks import check_model, update_is_lean
-from bigbatch.stepping.planner import UNLIMITED, Planner
+from bigbatch.stepping.fitting import sizing
+from bigbatch.stepping.fitting.planner import UNLIMITED, Planner
 from bigbatch.stepping.step import Step
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, check_positive

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from bigbatch.errors import BatchError, LossError, OptionError
 from bigbatch.stepping.checks import check_one_process
 from bigbatch.stepping.compiled import is_compiled
-from bigbatch.stepping.philox import keep_mask
+from bigbatch.stepping.dropout.philox import keep_mask
 
 _aten = torch.ops.aten
 _BERNOULLI = _aten.bernoulli_.float

@@ -26,10 +26,15 @@ from bigbatch.errors import BatchError, LossError, OptionError, warn
 from bigbatch.memory.offloading import Host, host_of
 from bigbatch.memory.saving import Parcel, SavedOnHost
 from bigbatch.memory.switching import computing, has_forward_of_its_own
-from bigbatch.stepping.batchnorm import Merged, layers_of, update_running_statistics, uses_batch_statistics
 from bigbatch.stepping.checks import check_one_process
 from bigbatch.stepping.compiled import is_compiled
-from bigbatch.stepping.lockstep import Lockstep, this_worker
+from bigbatch.stepping.normalization.batchnorm import (
+    Merged,
+    layers_of,
+    update_running_statistics,
+    uses_batch_statistics,
+)
+from bigbatch.stepping.normalization.lockstep import Lockstep, this_worker
 from bigbatch.stepping.precision import at_least_float32
 from bigbatch.units import format_names
 

@@ -23,7 +23,7 @@ from bigbatch.memory.kernels import Workspaces
 from bigbatch.memory.naming import unwrapped
 from bigbatch.memory.offloading import CountedHost, pretend_host
 from bigbatch.memory.trace import FakeRecorder, Price
-from bigbatch.stepping.recording import apply_quietly, recorded
+from bigbatch.stepping.fitting.recording import apply_quietly, recorded
 from bigbatch.stepping.undo import Generators
 from bigbatch.values import Plan
 

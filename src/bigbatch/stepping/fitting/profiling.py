@@ -20,7 +20,7 @@ from bigbatch.planning.blocks import Node, find_blocks
 from bigbatch.planning.costs import Line, MemoryProfile
 from bigbatch.planning.slots import MicroBatch, ShapesDependOnSizeError, Traced, micro_batches, read_slots
 from bigbatch.stepping.checks import update_is_lean
-from bigbatch.stepping.shadow import Record, Shadow
+from bigbatch.stepping.fitting.shadow import Record, Shadow
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:

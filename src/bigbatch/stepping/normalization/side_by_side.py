@@ -12,8 +12,8 @@ from bigbatch.batch.moving import on_device
 from bigbatch.batch.structure import leaves
 from bigbatch.stepping.accumulation import Accumulation
 from bigbatch.stepping.losses import Term
+from bigbatch.stepping.normalization.pooled_batchnorm import PooledBatchNorm
 from bigbatch.stepping.placing import say_where
-from bigbatch.stepping.pooled_batchnorm import PooledBatchNorm
 from bigbatch.stepping.shares import Share
 
 

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.batch.moving import moved
 from bigbatch.errors import BatchError, LossError, warn
-from bigbatch.stepping.batchnorm import Merged
 from bigbatch.stepping.checks import check_model
 from bigbatch.stepping.compiled import without_compiled_code
+from bigbatch.stepping.normalization.batchnorm import Merged
 from bigbatch.stepping.undo import Undo
 
 Forward = Callable[[Any, Any], Any]

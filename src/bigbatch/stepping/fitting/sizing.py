@@ -16,8 +16,8 @@ from bigbatch.errors import BudgetError, OptionError
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.compiled import without_compiled_code
-from bigbatch.stepping.trial import put_back_afterwards, step_with_zeros
-from bigbatch.stepping.whole_batch import whole_of
+from bigbatch.stepping.coupled.whole_batch import whole_of
+from bigbatch.stepping.fitting.trial import put_back_afterwards, step_with_zeros
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan, StepOptions
 

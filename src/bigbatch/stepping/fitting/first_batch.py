@@ -11,8 +11,8 @@ from bigbatch.errors import BudgetError, EmptyBatchError, OptionError, TraceErro
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.advice import with_advice
 from bigbatch.planning.costs import NOTHING, MemoryProfile
-from bigbatch.stepping import sizing
-from bigbatch.stepping.planner import Planner
+from bigbatch.stepping.fitting import sizing
+from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from bigbatch.errors import BudgetError
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.search import search
 from bigbatch.planning.space import ABOUT
-from bigbatch.stepping.timing import tried
+from bigbatch.stepping.fitting.timing import tried
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:
-    from bigbatch.stepping.planner import Planner
+    from bigbatch.stepping.fitting.planner import Planner
 
 _MOST_SIZES, _MOST_RIVALS = 8, 3
 _MOST_TRIAL_SECONDS = 5.0

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from bigbatch.errors import LossError
-from bigbatch.stepping.batchnorm import MergedStatistics
-from bigbatch.stepping.ranks import Ranks
-from bigbatch.stepping.reducing import num_words, packed
+from bigbatch.stepping.distributed.ranks import Ranks
+from bigbatch.stepping.distributed.reducing import num_words, packed
+from bigbatch.stepping.normalization.batchnorm import MergedStatistics
 from bigbatch.stepping.undo import Undo
 from bigbatch.values import Exactness
 

@@ -15,8 +15,8 @@ from bigbatch.memory.kernels import Kernel, Workspaces, watching_kernels
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.costs import NOTHING, Line, MemoryProfile
 from bigbatch.stepping.compiled import without_compiled_code
-from bigbatch.stepping.shadow import Shadow
-from bigbatch.stepping.trial import put_back_afterwards
+from bigbatch.stepping.fitting.shadow import Shadow
+from bigbatch.stepping.fitting.trial import put_back_afterwards
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:

@@ -21,14 +21,14 @@ from bigbatch.planning.search import MARGIN, Recompute, nothing_fits, search
 from bigbatch.planning.simulate import Simulation
 from bigbatch.planning.space import names_held
 from bigbatch.planning.timeline import Timeline, read_timeline
-from bigbatch.stepping import sizing
-from bigbatch.stepping.pooled_plans import as_one_micro_batch, plan_pooled
-from bigbatch.stepping.pricing import Roofline
-from bigbatch.stepping.profiling import bytes_of_batch, profile_of
-from bigbatch.stepping.shadow import Shadow
-from bigbatch.stepping.timing import timed
-from bigbatch.stepping.trying import fastest_in_trial, free_bytes, seconds_of
-from bigbatch.stepping.workspace import find_workspace
+from bigbatch.stepping.fitting import sizing
+from bigbatch.stepping.fitting.pooled_plans import as_one_micro_batch, plan_pooled
+from bigbatch.stepping.fitting.pricing import Roofline
+from bigbatch.stepping.fitting.profiling import bytes_of_batch, profile_of
+from bigbatch.stepping.fitting.rivals import fastest_in_trial, free_bytes, seconds_of
+from bigbatch.stepping.fitting.shadow import Shadow
+from bigbatch.stepping.fitting.timing import timed
+from bigbatch.stepping.fitting.workspace import find_workspace
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:
-    from bigbatch.stepping.planner import Planner
+    from bigbatch.stepping.fitting.planner import Planner
     from bigbatch.stepping.step import Step
 
 

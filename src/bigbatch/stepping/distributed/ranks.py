@@ -21,8 +21,8 @@ from bigbatch.batch.logical import Part, Piece, Pieces
 from bigbatch.batch.structure import mapped
 from bigbatch.errors import BigBatchError, DistributedError, EmptyBatchError, RankMemoryError
 from bigbatch.memory.out_of_memory import is_out_of_memory
-from bigbatch.stepping.leaving import Farewell
-from bigbatch.stepping.reducing import Reducer
+from bigbatch.stepping.distributed.leaving import Farewell
+from bigbatch.stepping.distributed.reducing import Reducer
 
 _WELL, _OUT_OF_MEMORY, _FAILED = 0.0, 1.0, 2.0
 

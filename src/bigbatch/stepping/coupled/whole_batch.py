@@ -24,9 +24,17 @@ from bigbatch.batch.moving import on_device
 from bigbatch.errors import ArgumentError, LossError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.checks import check_one_process, why_not_called
+from bigbatch.stepping.coupled.outputs import (
+    can_vary,
+    check_leaf,
+    joined_leaves,
+    named_leaves,
+    num_rows,
+    opened,
+    with_leaves,
+)
 from bigbatch.stepping.gradients import graph_of, leaves_of
 from bigbatch.stepping.losses import Sum, terms_of
-from bigbatch.stepping.outputs import can_vary, check_leaf, joined_leaves, named_leaves, num_rows, opened, with_leaves
 from bigbatch.stepping.placing import say_where
 from bigbatch.stepping.precision import Precision, at_least_float32
 from bigbatch.stepping.undo import Generators, Undo
@@ -34,7 +42,7 @@ from bigbatch.values import StepOptions
 
 if TYPE_CHECKING:
     from bigbatch.stepping.accumulator import Accumulator
-    from bigbatch.stepping.batchnorm import MergedStatistics
+    from bigbatch.stepping.normalization.batchnorm import MergedStatistics
 
 
 @dataclass(frozen=True)

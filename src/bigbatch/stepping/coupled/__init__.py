@@ -1,0 +1,1 @@
+"""Losses of the whole batch, which look across samples."""

@@ -1,0 +1,1 @@
+"""A step that several ranks make together."""
