@@ -165,7 +165,8 @@ def run(draw: Draw) -> Run:
         least = planner.traced.smallest_micro_batch
         cuts = [micro_batch_sizes(draw.batch_size, some.micro_batch_size, least) for some in (plan, fastest)]
         chosen_seconds, fastest_seconds = tried(free, batch, (plan, fastest), cuts)
-    slower = chosen_seconds / fastest_seconds
+    pairs = zip(chosen_seconds, fastest_seconds, strict=True)
+    slower = statistics.median(mine / theirs for mine, theirs in pairs)
     return Run(draw, plan, fastest.peak_bytes or 0, slower, counted, allocated, time.perf_counter() - began)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_SIZES, _MOST_RIVALS = 8, 3
 _MOST_TRIAL_SECONDS = 5.0
-_WORTH_A_TRIAL = 1.1
+_WORTH_A_TRIAL, _WORTH_FILLING = 1.1, 1.03
 
 
 def fastest_in_trial(planner: Planner, plan: Plan, profile: MemoryProfile, batch_size: int, budget_bytes: int) -> Plan:
@@ -74,10 +75,28 @@ def _largest_about_as_fast(fits: _Fits, plan: Plan, rivals: Sequence[Plan]) -> P
     if fitting[:1] != [plan] or len(fitting) == 1 or one_round > _MOST_TRIAL_SECONDS:
         return plan
     with planner.any_number_of_samples():
-        times = tried(planner.step, planner.batch, fitting, [planner.sizes_of(some, batch_size) for some in fitting])
-    about_as_fast = [pair for pair in zip(times, fitting, strict=True) if pair[0] <= ABOUT * min(times)]
+        rounds = tried(planner.step, planner.batch, fitting, [planner.sizes_of(some, batch_size) for some in fitting])
+    fastest = min(rounds, key=min)
+    pairs = zip(rounds, fitting, strict=True)
+    about_as_fast = [pair for pair in pairs if cannot_be_told_apart(pair[0], fastest)]
     seconds, best = max(about_as_fast, key=lambda pair: pair[1].micro_batch_size)
-    return replace(best, step_seconds=seconds)
+    return replace(best, step_seconds=min(seconds))
+
+
+def cannot_be_told_apart(seconds: Sequence[float], fastest: Sequence[float]) -> bool:
+    """Whether steps were about as fast as the fastest, or no slower in more than a quarter of the rounds.
+
+    >>> cannot_be_told_apart([1.02, 0.99, 0.99, 1.02], [1.0, 1.0, 1.0, 1.0])
+    True
+    >>> cannot_be_told_apart([1.02, 1.02, 1.02, 1.02], [1.0, 1.0, 1.0, 1.0])
+    False
+
+    Args:
+        seconds: By round.
+        fastest: Those of another way, of the same rounds.
+    """
+    ratios = sorted(mine / theirs for mine, theirs in zip(seconds, fastest, strict=True))
+    return statistics.median(ratios) <= ABOUT or ratios[len(ratios) // 4] <= 1
 
 
 def _fuller(fits: _Fits, plan: Plan, of_size: Callable[[int], Plan | None]) -> list[Plan]:
@@ -94,7 +113,7 @@ def _fuller(fits: _Fits, plan: Plan, of_size: Callable[[int], Plan | None]) -> l
     @functools.cache
     def traced(size: int) -> Plan | None:
         found = of_size(size)
-        if found is None or seconds_of(found) > ABOUT * seconds_of(expected):
+        if found is None or seconds_of(found) > _WORTH_FILLING * seconds_of(expected):
             return None
         return fits.planner.traced_plan(found, fits.batch_size)
 

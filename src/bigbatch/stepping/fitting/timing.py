@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,7 +30,8 @@ _QUICK_SECONDS = 0.2
 _ENOUGH_SECONDS = 0.3
 _MOST_TRIES = 10
 _PAIRS = 3
-_MOST_ROUNDS = 5
+_FEW_ROUNDS, _MOST_ROUNDS = 5, 25
+_LONG_SECONDS = 1.0
 _LEAST_SECONDS = 1e-9
 _LEAST_SHARE, _MOST_SHARE = 0.2, 3.0
 """Of a second forward in the time of a first one; what is outside was disturbed."""
@@ -79,33 +79,26 @@ def timed(
     )
 
 
-def tried(step: Step, batch: Any, plans: Sequence[Plan], cuts: Sequence[Sequence[int]]) -> list[float]:
-    """Seconds of a step under each of these plans, tried in turns. The state of the step is put back, bit for bit.
+def tried(step: Step, batch: Any, plans: Sequence[Plan], cuts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Seconds of a step under each of these plans, by round, tried in turns. The state is put back, bit for bit.
 
-    Of each plan the sizes in its cut are run once in each round.
+    Of each plan the sizes in its cut are run once in each round. Where rounds are short there are many of them.
 
     Args:
         cuts: By plan, samples in each micro-batch.
     """
-    counts = [Counter(cut) for cut in cuts]
-    least = [dict.fromkeys(count, math.inf) for count in counts]
+    rounds: list[list[float]] = [[] for _ in plans]
     began = time.perf_counter()
     with put_back_afterwards(step), without_compiled_code(step.model):
         clock = _Clock(step, batch)
-        for _ in range(_MOST_ROUNDS):
-            for plan, cut, seconds in zip(plans, cuts, least, strict=True):
-                # A single micro-batch has no gradients beside it, and would not fit with them.
-                num = min(2, len(cut))
+        for number in range(1, _MOST_ROUNDS + 1):
+            for plan, cut, seconds in zip(plans, cuts, rounds, strict=True):
                 with apply_quietly(plan, step.model):
-                    for size, before in seconds.items():
-                        took = clock.run(size, num=num).seconds
-                        seconds[size] = min(before, took + clock.first_pass_seconds)
-            if time.perf_counter() - began > _MOST_SECONDS / 2:
+                    seconds.append(clock.step_seconds(cut))
+            spent = time.perf_counter() - began
+            if spent > _MOST_SECONDS / 2 or (number >= _FEW_ROUNDS and spent > _LONG_SECONDS):
                 break
-    return [
-        clock.update_seconds + sum(count[size] * seconds[size] for size in count)
-        for count, seconds in zip(counts, least, strict=True)
-    ]
+    return rounds
 
 
 class _Clock:
@@ -130,6 +123,15 @@ class _Clock:
         self.update_seconds = recorder.events[-1].seconds
         self.first_pass_seconds = seconds_before(recorder.events) / num if batch.whole is not None else 0.0
         return found
+
+    def step_seconds(self, cut: Sequence[int]) -> float:
+        """Of a step of micro-batches of these sizes; each size is run once."""
+        # A single micro-batch has no gradients beside it, and would not fit with them.
+        num = min(2, len(cut))
+        seconds = 0.0
+        for size, times in Counter(cut).items():
+            seconds += times * (self.run(size, num=num).seconds + self.first_pass_seconds)
+        return seconds + self.update_seconds
 
     def _batch_of(self, size: int, num: int) -> LogicalBatch:
         options = self._step.options
