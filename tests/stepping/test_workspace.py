@@ -48,6 +48,22 @@ def test_convolutions_need_workspace_and_the_peaks_have_it():
     assert tensors == planner.peak_bytes(bb.Plan(micro_batch_size=8), 16)
 
 
+def test_what_an_optimizer_makes_is_no_workspace_of_kernels():
+    """Its temporaries are there when no micro-batch is: the peaks of both are not added up."""
+    wide = nn.Linear(1024, 1024)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(16), nn.Flatten(), wide, nn.Linear(1024, 4))
+    step = bb.Step(model, loss_fn, torch.optim.AdamW(model.parameters(), foreach=True))
+    planner = Planner(step, images(4))
+
+    line = find_workspace(step, planner.batch, planner.shadow, planner.traced, 16, lambda size, recompute_all: True)
+
+    record = planner.shadow.run((2, 2), bb.Plan(micro_batch_size=2))
+    temporaries = record.peak_bytes - record.peak_of_micro_batches
+    assert planner.shadow.workspaces
+    assert temporaries > wide.weight.nbytes
+    assert line.at(2) < 0.1 * temporaries
+
+
 def test_products_need_none():
     """Control: what is found above is not there for every model."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Linear(64, 4))

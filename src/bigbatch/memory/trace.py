@@ -156,6 +156,7 @@ class FakeRecorder(Recorder, LiveBytes):
     Attributes:
         workspaces: What kernels need while they run, as far as it is known.
         most_in_kernels: The most bytes that were alive in an operation, with its workspace; 0 where none is known.
+        most_before_update: The same, up to the update.
     """
 
     def __init__(self, model: nn.Module, static: frozenset[int], price: Price | None = None, *, block_bytes: int = 1):
@@ -165,9 +166,15 @@ class FakeRecorder(Recorder, LiveBytes):
         self._seconds = 0.0
         self._strict = False
         self.workspaces = Workspaces()
-        self.most_in_kernels = 0.0
+        self.most_in_kernels = self.most_before_update = 0.0
         self._without_gradient: list[torch.Tensor] = []
         self._gradients: dict[int, int] = {}
+
+    def mark(self, label: str) -> None:
+        """Note that something begins or ends; see ``Event.what``."""
+        super().mark(label)
+        if label == "update":
+            self.most_before_update = self.most_in_kernels
 
     def watch_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note with each event how many bytes the gradients of these take. They are there until the step is over."""

@@ -113,7 +113,9 @@ def _fuller(fits: _Fits, plan: Plan, of_size: Callable[[int], Plan | None]) -> l
     @functools.cache
     def traced(size: int) -> Plan | None:
         found = of_size(size)
-        if found is None or seconds_of(found) > _WORTH_FILLING * seconds_of(expected):
+        if found is None or max(fits.planner.sizes_of(found, fits.batch_size)) < size:
+            return None
+        if seconds_of(found) > _WORTH_FILLING * seconds_of(expected):
             return None
         return fits.planner.traced_plan(found, fits.batch_size)
 

@@ -41,6 +41,7 @@ class Record:
         peak_bytes: The most bytes that were alive.
         micro_batch_bytes: Of the micro-batches that were given to it.
         most_in_kernels: The most bytes that were alive in an operation, with its workspace, where that is known.
+        most_before_update: The same, without what the update does.
     """
 
     events: list[Event]
@@ -48,6 +49,7 @@ class Record:
     peak_bytes: int
     micro_batch_bytes: int
     most_in_kernels: float = 0.0
+    most_before_update: float = 0.0
 
     @property
     def peak_of_micro_batches(self) -> int:
@@ -164,7 +166,8 @@ class Shadow:
                 step.clear()
         num_bytes = {t.untyped_storage()._cdata: recorder.size_of(t.untyped_storage()) for t in given}
         peak = max(event.peak_bytes for event in recorder.events)
-        return Record(recorder.events, tuple(sizes), int(peak), sum(num_bytes.values()), recorder.most_in_kernels)
+        in_kernels = recorder.most_in_kernels, recorder.most_before_update
+        return Record(recorder.events, tuple(sizes), int(peak), sum(num_bytes.values()), *in_kernels)
 
     def _host_of_card(self) -> contextlib.AbstractContextManager[None]:
         """Where what a plan offloads goes; a CPU has no other memory."""

@@ -127,4 +127,4 @@ def _kernels(step: Step, micro_batch: Any) -> tuple[list[tuple[Kernel, float]], 
 def _beyond_tensors(shadow: Shadow, size: int, plan: Plan) -> float:
     """What kernels add to the peak of two micro-batches of this size, in bytes."""
     record = shadow.run((size, size), plan)
-    return max(0.0, record.most_in_kernels - record.peak_of_micro_batches)
+    return max(0.0, record.most_before_update - record.peak_of_micro_batches)
