@@ -28,7 +28,7 @@ class _Json:
 
     def to_json(self) -> str:
         """The value as JSON text. Tensors become numbers, which waits for the device."""
-        return json.dumps(dataclasses.asdict(self, dict_factory=_ready_dict))  # pyright: ignore[reportArgumentType]
+        return json.dumps(json_ready(dataclasses.asdict(self)))  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -48,10 +48,6 @@ class _Json:
             return cls(**{name: _read(value) for name, value in found.items()})
         except TypeError as error:
             raise OptionError(f"{text[:80]!r} is no {cls.__name__}: {error}.") from error
-
-
-def _ready_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: json_ready(value) for name, value in pairs}
 
 
 def json_ready(value: Any) -> Any:
@@ -136,6 +132,11 @@ class Plan(_Json):
         3
         """
         return sum(1 if isinstance(entry, str) else len(entry) for entry in self.recompute)
+
+    @property
+    def what_runs(self) -> tuple[Any, ...]:
+        """What two plans of one model and batch must share to run the same, whatever is expected of them."""
+        return self.micro_batch_size, self.recompute, self.keep, self.offload
 
     def to(self, peer: str, *, world_size: int = 1, batch_size: int | None = None) -> dict[str, Any]:
         """The plan in the words of another library, as a dictionary; a warning names what it has no words for.

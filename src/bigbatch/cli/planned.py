@@ -119,7 +119,7 @@ def run(wanted: Wanted, *, as_json: bool, frontier_file: Path | None, timeline_f
         raise _nothing_fits(error, profile, model, budget_bytes, as_json=as_json) from error
     fastest = frontier(profile, batch_size=model.batch_size)
     # The chosen plan is one of them where its traced peak is the simulated one, and may not be its own neighbour.
-    others = [plan for plan in fastest if _what_runs(plan) != _what_runs(chosen)]
+    others = [plan for plan in fastest if plan.what_runs != chosen.what_runs]
     found = Planned(
         name=model.name,
         description=model.description,
@@ -223,10 +223,6 @@ def _nothing_fits(
         }
         print(json.dumps(found, indent=2))
     return with_advice(error, profile, model.batch_size)
-
-
-def _what_runs(plan: Plan) -> tuple[Any, ...]:
-    return plan.micro_batch_size, plan.recompute, plan.keep
 
 
 def _print(found: Planned, *, as_json: bool) -> None:

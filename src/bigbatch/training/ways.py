@@ -52,6 +52,11 @@ class Way:
         """Micro-batches in a step of a full batch."""
         return math.ceil(self.batch_size / self.plan.micro_batch_size)
 
+    @property
+    def what_runs(self) -> tuple[object, ...]:
+        """Ways that share it do the same."""
+        return self.batch_size, self.plan.what_runs, self.problem
+
 
 @dataclass(frozen=True)
 class Ways:
@@ -188,15 +193,10 @@ class _Planning:
 
 def _without_doubles(ways: Sequence[Way]) -> Iterator[Way]:
     """Each way once; the first of those that do the same is the chosen one if any of them is."""
-    chosen = {_what_runs(way) for way in ways if way.is_chosen}
+    chosen = {way.what_runs for way in ways if way.is_chosen}
     seen = set()
     for way in ways:
-        key = _what_runs(way)
+        key = way.what_runs
         if key not in seen:
             seen.add(key)
             yield dataclasses.replace(way, is_chosen=key in chosen)
-
-
-def _what_runs(way: Way) -> tuple[object, ...]:
-    plan = way.plan
-    return way.batch_size, plan.micro_batch_size, plan.recompute, plan.keep, plan.offload, way.problem
