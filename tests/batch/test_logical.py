@@ -354,3 +354,15 @@ def test_an_error_of_an_iterator_is_that_of_the_user_and_nothing_moved():
         bb.accumulate(model, loss_fn, bb.LogicalBatch(broken(), weight=10))
 
     assert gradients(model) == {"weight": None, "bias": None}
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (bb.LogicalBatch([torch.zeros(1000)], weight=3.0), "LogicalBatch(1 micro-batch, weight=3.0)"),
+        (bb.LogicalBatch([torch.zeros(1000)] * 2), "LogicalBatch(2 micro-batches, weight=None)"),
+        (bb.LogicalBatch(iter([1])), "LogicalBatch(an iterator of micro-batches, weight=None)"),
+    ],
+)
+def test_it_says_in_one_line_what_it_holds(batch, said):
+    assert repr(batch) == said

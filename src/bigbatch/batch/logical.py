@@ -45,6 +45,11 @@ class LogicalBatch:
         for weight in (self.total_weights or {}).values():
             checked_weight(weight, "LogicalBatch.weight is {}")
 
+    def __repr__(self) -> str:
+        """How many micro-batches and their weight, and not all of their numbers."""
+        count = len(self.micro_batches) if isinstance(self.micro_batches, Sized) else "an iterator of"
+        return f"LogicalBatch({count} micro-batch{'' if count == 1 else 'es'}, weight={self.weight})"
+
     @property
     def total_weights(self) -> Weights | None:
         """The weight by term, as a ``Weigher`` names them."""

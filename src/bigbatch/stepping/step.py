@@ -28,7 +28,7 @@ from bigbatch.stepping.optimizer_undo import OptimizerUndo
 from bigbatch.stepping.precision import forget_unscaled
 from bigbatch.stepping.recovery import Recovery
 from bigbatch.stepping.state import load_state, state_of
-from bigbatch.units import parse_bytes
+from bigbatch.units import format_bytes, format_count, parse_bytes
 from bigbatch.values import Plan, StepOptions, StepResult, check_positive
 
 _log = logging.getLogger("bigbatch")
@@ -112,6 +112,11 @@ class Step:
         self._named: dict[str, torch.Tensor] = {}
         if plan is not None:
             apply(plan, model)
+
+    def __repr__(self) -> str:
+        """Model, batch, micro-batch and plan in one line."""
+        sizes = f"batch_size={self.batch_size}, micro_batch_size={self.micro_batch_size}"
+        return f"Step({type(self.model).__name__}, {sizes}, plan: {_plan_in_words(self.plan, self.budget_bytes)})"
 
     @property
     def on_micro_batch(self) -> OnMicroBatch | None:
@@ -338,6 +343,14 @@ class Step:
             OptionError: It is the state of something else, or of a step with other options. Nothing was loaded.
         """
         load_state(self, state)
+
+
+def _plan_in_words(plan: Plan | None, budget_bytes: int | None) -> str:
+    if plan is None:
+        return "none" if budget_bytes is None else f"at the first batch, for {format_bytes(budget_bytes)}"
+    peak = "" if plan.peak_bytes is None else f", peak {format_bytes(plan.peak_bytes)}"
+    budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
+    return f"{format_count(plan.num_recomputed, 'module')} recomputed{peak}{budget}"
 
 
 def _with_plan(
