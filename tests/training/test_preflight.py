@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import bigbatch as bb
+from bigbatch.training.data import LogicalBatches
 from bigbatch.training.preflight import preflight
 from tests.training.tiny import tiny_task
 
@@ -71,6 +72,48 @@ def test_a_later_step_over_the_budget_is_found():
 
     assert check_of(found, "memory, budget").verdict == "wrong"
     assert check_of(found, "memory, expectation").verdict == "wrong"
+
+
+def _of_its_length(samples):
+    return torch.ones(len(samples), max(samples), 2)
+
+
+def test_later_batches_of_longer_samples_are_no_reason_to_stop():
+    """Nothing is wrong with lengths that differ, and with no budget nothing is exceeded."""
+    order = LogicalBatches(60, batch_size=4, epochs=1, seed=0)
+    (_, first), *_ = order
+    lengths = [5 if index in first else 500 for index in range(60)]
+    task = tiny_task(
+        train_data=lambda: lengths,
+        collate=_of_its_length,
+        loss_fn=lambda model, batch: model(batch).square().mean(),
+        eval_data=None,
+        batch_size=4,
+    )
+    found = preflight(task, num_steps=12)
+
+    assert check_of(found, "memory, expectation").verdict == "look"
+    assert "Later batches need more" in check_of(found, "memory, expectation").advice
+    assert "memory, expectation" not in [check.name for check in found.checks if check.verdict == "wrong"]
+
+
+def test_what_is_kept_from_step_to_step_is_found():
+    """Control: the first batch itself needs more after the steps than before."""
+
+    class Keeping(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(2, 3))
+            self.seen = torch.zeros(0)
+
+        def forward(self, input):
+            self.seen = torch.cat([self.seen, torch.zeros(1000)])
+            return super().forward(input)
+
+    found = preflight(tiny_task(model=Keeping), num_steps=12)
+
+    assert check_of(found, "memory, expectation").verdict == "wrong"
+    assert "Something is kept from step to step" in check_of(found, "memory, expectation").advice
+    assert not found.go
 
 
 def test_gradients_of_zero_are_found():

@@ -106,7 +106,8 @@ def preflight(
     seen: list[dict[str, Any]] = []
     expected_bytes = None
     try:
-        expected_bytes = _expected_bytes(run)
+        if run.step.budget_bytes is None:  # with one, the search for a micro-batch size tries the first batch anyway
+            expected_bytes = _trial(run)
         for record in run.steps(num_steps):
             seen.append(record.as_dict())
     except BudgetError as error:
@@ -124,11 +125,12 @@ def _long_enough(task: Task, num_steps: int) -> Task:
     return dataclasses.replace(task, grad_norm=True, epochs=max(task.epochs, math.ceil(num_steps / per_epoch)))
 
 
-def _expected_bytes(run: Run) -> int | None:
-    """What a trial of the first batch needs; None when the search for a micro-batch size will try it anyway."""
-    if run.step.budget_bytes is not None:
+def _trial(run: Run) -> int | None:
+    """What the first batch needs; None when its loss is not finite, which the steps tell."""
+    try:
+        return run.step.measure(run.first_batch(), run.step.micro_batch_size)
+    except NonFiniteError:
         return None
-    return run.step.measure(run.first_batch(), run.step.micro_batch_size)
 
 
 def _memory(run: Run, expected_bytes: int | None) -> Iterator[Check]:
@@ -144,11 +146,22 @@ def _memory(run: Run, expected_bytes: int | None) -> Iterator[Check]:
     if run.step.plan is not None:
         expected_bytes = run.step.plan.peak_bytes
     if expected_bytes is not None:
-        told = _TOLD_BYTES if run.group.world_size > 1 else 0
-        as_expected = peak <= expected_bytes * _PEAK_OVER_EXPECTED + told
-        advice = "" if as_expected else "Some steps need more: are samples longer there, or is something kept?"
-        found = f"peak {format_bytes(peak)}, a trial of the first batch {format_bytes(expected_bytes)}"
-        yield Check("memory, expectation", "ok" if as_expected else "wrong", found, advice)
+        yield _expectation(run, peak, expected_bytes)
+
+
+def _expectation(run: Run, peak: int, expected_bytes: int) -> Check:
+    """Whether steps need what the first batch needed; when it needs more itself by now, something grows."""
+    most = expected_bytes * _PEAK_OVER_EXPECTED + (_TOLD_BYTES if run.group.world_size > 1 else 0)
+    # All ranks try again, or none: there may be collectives in it.
+    again = _trial(run) if any(run.group.gathered(peak > most)) else None
+    name = "memory, expectation"
+    found = f"peak {format_bytes(peak)}, a trial of the first batch {format_bytes(expected_bytes)}"
+    if peak <= most:
+        return Check(name, "ok", found)
+    if again is not None and again > most:
+        found += f", and {format_bytes(again)} after these steps"
+        return Check(name, "wrong", found, "Something is kept from step to step: detach what is collected of them.")
+    return Check(name, "look", found, "Later batches need more, as those of longer samples do: leave room for them.")
 
 
 def _not_finite(seen: Sequence[dict[str, Any]], error: NonFiniteError) -> Check:
