@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +100,41 @@ def test_with_collate_a_batch_is_a_list_of_samples():
 def test_data_that_has_no_order_is_refused(data, message):
     with pytest.raises(bb.TaskError, match=message):
         check_map_style(data, "train_data")
+
+
+LEFT_OPEN = """
+import sys
+import psutil
+from bigbatch.training.loop import Run
+from tests.training.tiny import evaluate, loss_fn, tiny_task
+
+def failing(model, batch, calls=[]):
+    calls.append(1)
+    return loss_fn(model, batch) if len(calls) < 3 else 1 / 0
+
+def failing_evaluation(model, batch):
+    return 1 / 0
+
+def num_workers():
+    return len(psutil.Process().children())
+
+for what in ({"loss_fn": failing}, {"evaluate": failing_evaluation}):
+    try:
+        Run(tiny_task(num_workers=1, epochs=9, **what)).train()
+    except ZeroDivisionError as error:
+        sys.last_exc = error  # as in a notebook: its frames hold what they were going through
+    print(num_workers())
+
+nobody_goes_on = Run(tiny_task(num_workers=1)).steps()
+next(nobody_goes_on)
+print(num_workers())
+"""
+
+
+def test_a_process_with_workers_ends_however_its_runs_ended():
+    """A loader that was left in the middle made it wait without end for its worker."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], cwd=root, capture_output=True, text=True, timeout=60)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["0", "0", "1"]

@@ -10,6 +10,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from bigbatch.training.bench_result import BenchResult, BenchRow, Outcome, loss_
 from bigbatch.training.building import build
 from bigbatch.training.comparison import cut_gradients, direct_gradients
 from bigbatch.training.contending import Contender, on_host
-from bigbatch.training.data import first_batch, train_loader
+from bigbatch.training.data import first_batch, going_through, train_loader
 from bigbatch.training.task import Task
 from bigbatch.training.ways import Ways, find_ways
 from bigbatch.units import parse_bytes
@@ -226,13 +227,17 @@ class _Arena:
 def _rounds(task: Task, ways: Ways, data: Any) -> Iterator[Mapping[int, Sequence[Any]]]:
     """The batches of each round by their size: the same samples, in the big batch and in smaller ones."""
     sizes = {way.batch_size for way in ways.ways} - {task.batch_size}
-    smaller = {size: iter(train_loader(dataclasses.replace(task, batch_size=size), data)) for size in sizes}
-    for whole in train_loader(task, data):
-        num_samples = num_samples_of(whole, task)
-        # Smaller sizes divide the big one, and the order of an epoch does not depend on the size.
-        yield {task.batch_size: [whole]} | {
-            size: [next(loader) for _ in range(math.ceil(num_samples / size))] for size, loader in smaller.items()
+    with ExitStack() as opened:
+        loaded = {
+            size: opened.enter_context(going_through(train_loader(dataclasses.replace(task, batch_size=size), data)))
+            for size in (*sizes, task.batch_size)
         }
+        for whole in loaded.pop(task.batch_size):
+            num_samples = num_samples_of(whole, task)
+            # Smaller sizes divide the big one, and the order of an epoch does not depend on the size.
+            yield {task.batch_size: [whole]} | {
+                size: [next(batches) for _ in range(math.ceil(num_samples / size))] for size, batches in loaded.items()
+            }
 
 
 def _unless_out_of_memory(device: torch.device, make: Callable[[], _T]) -> _T | None:

@@ -14,7 +14,7 @@ from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.accumulate import accumulate
 from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
-from bigbatch.training.data import first_batch, train_loader
+from bigbatch.training.data import first_batch, going_through, train_loader
 from bigbatch.training.direct import DirectSteps, train_directly
 from bigbatch.training.events import is_accuracy, weaker
 from bigbatch.training.loop import Run
@@ -93,7 +93,8 @@ def compare_steps(
     step = Step(cut.model, task.loss_fn, cut.optimizers, micro_batch_size=micro_batch_size, **vars(cut.options))
     direct_steps = DirectSteps(task, direct, device)
     exactness: Exactness = "exact"
-    batches = list(islice(train_loader(task, cut.train_data), num_steps))
+    with going_through(train_loader(task, cut.train_data)) as loaded:
+        batches = list(islice(loaded, num_steps))
     for batch in batches if task.collate is not None else (wide_batch(batch, torch.float64) for batch in batches):
         exactness = weaker(exactness, step(batch).exactness)
         direct_steps.step(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import random
@@ -206,9 +207,32 @@ def _none_of(leaf: Any) -> Any:
     return leaf[:0] if is_array(leaf) or isinstance(leaf, list | tuple) else leaf
 
 
+@contextmanager
+def going_through(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    """What a loader gives; its workers end with the block, also when it is left early or never left.
+
+    A worker that is there when the interpreter ends is told so by one SIGTERM, takes it for that of a terminal (see
+    ``_begin_worker``), and is waited for without end.
+    """
+    batches = iter(loader)
+    close = getattr(batches, "_shutdown_workers", _nothing)
+    # For a block in a generator that nobody goes on with: it is left only after all that.
+    atexit.register(close)
+    try:
+        yield batches
+    finally:
+        atexit.unregister(close)
+        close()
+
+
+def _nothing() -> None:
+    """A loader without workers has nothing to close."""
+
+
 def first_batch(task: Task, data: Any, *, rank: int = 0, world_size: int = 1) -> Any:
     """The first logical batch of a run, or the share of a rank in it."""
-    return next(iter(train_loader(task, data, rank=rank, world_size=world_size)))
+    with going_through(train_loader(task, data, rank=rank, world_size=world_size)) as batches:
+        return next(batches)
 
 
 def eval_loader(task: Task, data: Any, batch_size: int, *, rank: int = 0, world_size: int = 1) -> DataLoader[Any]:

@@ -14,7 +14,7 @@ from bigbatch.stepping.checks import parameters_of, schedulers_of
 from bigbatch.stepping.losses import plain_loss
 from bigbatch.stepping.precision import Precision
 from bigbatch.training.building import Parts, build
-from bigbatch.training.data import eval_loader, train_loader
+from bigbatch.training.data import eval_loader, going_through, train_loader
 from bigbatch.training.evaluating import evaluate
 from bigbatch.training.task import Task
 
@@ -23,12 +23,13 @@ def train_directly(task: Task, device: torch.device) -> dict[str, float]:
     """Train the task with its big batch at once, from its seed; the results of the last evaluation."""
     parts = build(task, device)
     steps = DirectSteps(task, parts, device)
-    for batch in train_loader(task, parts.train_data):
-        steps.step(batch)
+    with going_through(train_loader(task, parts.train_data)) as batches:
+        for batch in batches:
+            steps.step(batch)
     if parts.eval_data is None:
         return {}
-    batches = eval_loader(task, parts.eval_data, task.eval_batch_size or task.batch_size)
-    return evaluate(task, parts.evaluated, batches, device)
+    loader = eval_loader(task, parts.eval_data, task.eval_batch_size or task.batch_size)
+    return evaluate(task, parts.evaluated, loader, device)
 
 
 class DirectSteps:

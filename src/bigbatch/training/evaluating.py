@@ -13,6 +13,7 @@ from bigbatch.batch.moving import moved
 from bigbatch.errors import TaskError
 from bigbatch.stepping.normalization.recalibrating import eval_mode
 from bigbatch.stepping.precision import Precision
+from bigbatch.training.data import going_through
 from bigbatch.training.group import ALONE, Group
 from bigbatch.training.task import Task
 
@@ -35,10 +36,11 @@ def evaluate(
         TaskError: ``evaluate`` returned something else than names with a sum and a count, or nothing was counted.
     """
     rows: list[dict[str, torch.Tensor]] = []
-    with eval_mode(model), torch.no_grad(), Precision(task.precision, device.type).forward(device.type):
-        for batch in batches:
-            found = task.evaluate(model, moved(batch, device))  # pyright: ignore[reportOptionalCall]
-            pairs = _checked(found).items()
+    forward = Precision(task.precision, device.type).forward(device.type)
+    with going_through(batches) as found, eval_mode(model), torch.no_grad(), forward:
+        for batch in found:
+            returned = task.evaluate(model, moved(batch, device))  # pyright: ignore[reportOptionalCall]
+            pairs = _checked(returned).items()
             rows.append({name: torch.stack([_number(name, value, device) for value in pair]) for name, pair in pairs})
     return _results(_in_turns(group.gathered([_read(row) for row in rows])))
 

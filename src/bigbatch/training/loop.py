@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
-from bigbatch.training.data import eval_loader, first_batch, train_loader
+from bigbatch.training.data import eval_loader, first_batch, going_through, train_loader
 from bigbatch.training.evaluating import evaluate
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
 from bigbatch.training.group import ALONE, Group
@@ -98,8 +98,8 @@ class Run:
             RunStopped: A signal told it to stop; it is saved.
         """
         try:
-            with saver.at_work(self) if saver is not None else nullcontext():
-                for record in self.steps():
+            with saver.at_work(self) if saver is not None else nullcontext(), closing(self.steps()) as records:
+                for record in records:
                     self.progress.add(record)
                     if record.step % self._steps_per_epoch == 0:
                         self.progress.epochs.append(self._end_epoch(record))
@@ -112,19 +112,20 @@ class Run:
             for listener in self.listeners:
                 listener.close()
 
-    def steps(self, limit: int | None = None) -> Iterator[StepRecord]:
+    def steps(self, limit: int | None = None) -> Generator[StepRecord, None, None]:
         """Make the optimizer steps that are left, or the first ``limit`` of them, one for each record."""
         self._tell("began", self.info)
         self._clock.start(self.progress.seconds, self.progress.num_samples)
         first = self.progress.num_steps
         loader = train_loader(self.task, self.parts.train_data, first_step=first, **self._of_this_rank)
-        for index, batch in enumerate(self._waiting.timed(islice(loader, limit)), first):
-            if index == first and self.step.budget_bytes is not None and self.step.plan is None:
-                # A run that goes on may begin with the rest of an epoch, which says nothing about a full batch.
-                self._fit(batch if index == 0 else self.first_batch())
-            record = self._make_step(index, batch)
-            self._tell("stepped", record)
-            yield record
+        with going_through(loader) as batches:
+            for index, batch in enumerate(self._waiting.timed(islice(batches, limit)), first):
+                if index == first and self.step.budget_bytes is not None and self.step.plan is None:
+                    # A run that goes on may begin with the rest of an epoch, which says nothing about a full batch.
+                    self._fit(batch if index == 0 else self.first_batch())
+                record = self._make_step(index, batch)
+                self._tell("stepped", record)
+                yield record
 
     def first_batch(self) -> Any:
         """The first batch, or the share of this rank in it."""
