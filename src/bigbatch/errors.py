@@ -26,6 +26,18 @@ class OptionError(BigBatchError, ValueError):
     """An option has a value that it cannot have, or does not go with another one."""
 
 
+class DeviceError(OptionError):
+    """A device was named that torch does not find on this machine.
+
+    Attributes:
+        available: Those that it finds.
+    """
+
+    def __init__(self, message: str, available: tuple[str, ...]):
+        super().__init__(message)
+        self.available = available
+
+
 class BatchError(BigBatchError, ValueError):
     """The batch cannot be cut or weighed; the message names paths and lengths."""
 

@@ -193,7 +193,6 @@ def test_curves_for_tensorboard_are_written_when_asked(train, tmp_path):
         ("task", ["--memory-budget", "2kB"], "No plan fits in 1.95 KiB"),
         ("task", ["--norm", "group"], "has no variant norm='group'"),
         ("task", ["--check", "3"], "A pre-flight of 3 steps tells nothing"),
-        ("task", ["--device", "gpu"], "--device gpu is no device; it is cpu or cuda"),
         ("fast", [], "Not finite: "),
         ("extra", [], 'pip install "bigbatch[demo]"'),
     ],

@@ -13,7 +13,7 @@ from bigbatch.cli.plan import plan
 from bigbatch.cli.speaking import tell
 from bigbatch.cli.train import train
 from bigbatch.cli.verify import verify
-from bigbatch.errors import BigBatchError
+from bigbatch.errors import BigBatchError, DeviceError
 
 app = typer.Typer(
     name="bigbatch",
@@ -61,5 +61,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except BigBatchError as error:
         tell(error)
-        return 1
+        return 2 if isinstance(error, DeviceError) else 1
     return 0

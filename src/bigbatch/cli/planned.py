@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from torch import nn
 
 import bigbatch as bb
+from bigbatch.cli.devices import device_named
 from bigbatch.errors import BudgetError, OptionError, TaskError, TraceError, warn
 from bigbatch.planning.advice import what_else, with_advice, wrong_tool
 from bigbatch.planning.cards import Card, find_card, parse_peak
@@ -77,6 +78,15 @@ class Wanted:
         if card is not None:
             return "cpu" if card.name == "cpu" else "cuda"
         return "cuda" if self.is_shape or torch.cuda.is_available() else "cpu"
+
+    def found_model_device(self, otherwise: str) -> torch.device:
+        """Where the model is built: where the command line says, or ``otherwise``.
+
+        Raises:
+            DeviceError: There is no such device.
+        """
+        name = self.model_device or otherwise
+        return torch.device(name) if name == "meta" else device_named(name, "--model-device")
 
     def found_recompute(self) -> Recompute:
         """What is held, as the search wants it."""
@@ -142,7 +152,7 @@ def _shape(wanted: Wanted) -> _Model:
     if wanted.batch_size is None:
         raise OptionError(f"{wanted.name} has no batch size of its own; give one: --batch-size 64.")
     shape = find_shape(wanted.name, size=wanted.size)
-    with torch.device(wanted.model_device or "meta"):
+    with wanted.found_model_device("meta"):
         model, batch = shape.model(), shape.batch(1)
     step = Step(model, shape.loss_fn, shape.optimizer(model))
     unit = "tokens" if batch[0].ndim == 2 else "pixels on each side"
@@ -154,10 +164,10 @@ def _task(wanted: Wanted, device: str) -> _Model:
         raise OptionError(f"--size is for shapes ({', '.join(SHAPES)}); the samples of {wanted.name} are its own.")
     task = _found_task(wanted)
     here = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
-    on = wanted.model_device or here
-    if on == "meta":
+    on = wanted.found_model_device(here)
+    if on.type == "meta":
         task = dataclasses.replace(task, model=_on_meta(task.model))
-    parts = build(task, torch.device(on))
+    parts = build(task, on)
     step = Step(parts.model, task.loss_fn, parts.optimizers, **vars(parts.options))
     return _Model(
         step, first_batch(task, parts.train_data), wanted.batch_size or task.batch_size, task.name, _described(step)

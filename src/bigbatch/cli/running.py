@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from bigbatch.cli.devices import device_named
 from bigbatch.cli.speaking import sayer, speaking
-from bigbatch.errors import OptionError
 from bigbatch.memory.measure import device_bytes
 from bigbatch.reporting.comparison_text import peaks_text, runs_text, steps_text
 from bigbatch.reporting.panel import LivePanel, PlainLines
@@ -69,19 +69,13 @@ class Wanted:
         """Set the threads, and choose the device of this rank.
 
         Raises:
-            OptionError: There is no such device.
+            DeviceError: There is no such device.
             DistributedError: There are more ranks than cards.
         """
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise OptionError(f"--device {name} is no device; it is cpu or cuda.") from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise OptionError(f"--device {name}, but torch finds no CUDA here; use --device cpu.")
-        return device_of(rank, name)
+        return device_of(rank, device_named(name))
 
 
 def check(wanted: Wanted, *, num_steps: int) -> bool:

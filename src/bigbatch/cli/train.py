@@ -125,7 +125,7 @@ def train(
 ) -> None:
     """Train a task with its big batch inside a memory budget."""
     _check_goes_together(check, compare, resume, checkpoint_every, run_dir)
-    _start_ranks(context.obj, nproc_per_node)
+    _start_ranks(context.obj, nproc_per_node, device)
     from bigbatch.cli import running  # loads torch
 
     changes = dict(batch_size=batch_size, epochs=epochs, eval_batch_size=eval_batch_size, seed=seed)
@@ -157,10 +157,13 @@ def _check_goes_together(
         raise typer.BadParameter("--resume auto needs --run-dir, the folder of the run that is to go on.")
 
 
-def _start_ranks(arguments: Sequence[str], wanted: int | None) -> None:
+def _start_ranks(arguments: Sequence[str], wanted: int | None, device: str | None) -> None:
     """Run the same command on several ranks, if that is wanted and this is none of them, and exit with them."""
     num_ranks = Rank.of().to_start(wanted)
     if num_ranks:
-        from bigbatch.cli.launching import launch  # loads torch
+        from bigbatch.cli.devices import device_named  # loads torch
+        from bigbatch.cli.launching import launch
 
+        if device is not None:
+            device_named(device)  # told once, and not by each rank
         raise typer.Exit(launch(arguments, num_ranks))

@@ -99,13 +99,12 @@ ALONE = Group()
 """One process."""
 
 
-def device_of(rank: Rank, name: str) -> torch.device:
+def device_of(rank: Rank, device: torch.device) -> torch.device:
     """The device of a rank: of several cards, the one with its number on its host.
 
     Raises:
         DistributedError: There are fewer cards on this host than ranks.
     """
-    device = torch.device(name)
     if device.type != "cuda" or rank.world_size == 1:
         return device
     count = torch.cuda.device_count()
