@@ -14,14 +14,8 @@ from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.search import frontier
 from bigbatch.planning.simulate import Simulation
 from bigbatch.planning.timeline import KINDS, Stretch, Timeline
-from bigbatch.reporting.frontier import (
-    Frontier,
-    Scale,
-    check_can_be_drawn,
-    draw_frontier,
-    figure_of_frontier,
-    said,
-)
+from bigbatch.reporting.frontier import Frontier, draw_frontier, figure_of_frontier, said
+from bigbatch.reporting.pictures import Scale, check_can_be_drawn
 from bigbatch.reporting.timeline import draw_timeline, figure_of_timeline
 from tests.planning.profiles import equal_blocks, unet
 

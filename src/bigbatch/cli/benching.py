@@ -14,7 +14,7 @@ from bigbatch.cli.speaking import tell
 from bigbatch.errors import MissingExtraError
 from bigbatch.reporting.bench_pictures import draw_bench
 from bigbatch.reporting.bench_text import bench_report, row_text
-from bigbatch.reporting.frontier import needed
+from bigbatch.reporting.pictures import needed
 from bigbatch.reporting.text import rendered
 from bigbatch.training.bench import BenchListener, bench
 from bigbatch.training.bench_result import BenchRow

@@ -21,7 +21,8 @@ from bigbatch.planning.cards import Card, find_card, parse_peak
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.explanation import explain
 from bigbatch.planning.search import Recompute, frontier, undominated
-from bigbatch.reporting.frontier import Frontier, check_can_be_drawn, draw_frontier
+from bigbatch.reporting.frontier import Frontier, draw_frontier
+from bigbatch.reporting.pictures import check_can_be_drawn
 from bigbatch.reporting.plan_text import Planned, plan_report
 from bigbatch.reporting.text import rendered
 from bigbatch.reporting.timeline import draw_timeline

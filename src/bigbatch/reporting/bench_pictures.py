@@ -7,19 +7,9 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bigbatch.reporting import colors
 from bigbatch.reporting.bench_text import way_text
-from bigbatch.reporting.frontier import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    Scale,
-    needed,
-)
+from bigbatch.reporting.pictures import Scale, figure_of_size, make_light
 from bigbatch.training.bench_result import BenchResult, BenchRow
 from bigbatch.training.ways import Policy
 from bigbatch.units import format_bytes
@@ -30,13 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 _LOOKS: dict[Policy, tuple[str, str, str, str]] = {
-    "none": ("nothing recomputed", ORANGE, "s", "-"),
-    "all": ("every block recomputed", RED, "^", ":"),
-    "planned": ("planned", BLUE, "o", "--"),
+    "none": ("nothing recomputed", colors.ORANGE, "s", "-"),
+    "all": ("every block recomputed", colors.RED, "^", ":"),
+    "planned": ("planned", colors.BLUE, "o", "--"),
 }
 """By policy: its name, the color and marker of its points, the style of its lines."""
-_SMALLER = "smaller batch", PINK, "D"
-_COLORS = (BLACK, BLUE, ORANGE, GREEN, RED, SKY, GREY)
+_SMALLER = "smaller batch", colors.PINK, "D"
+_COLORS = (colors.BLACK, colors.BLUE, colors.ORANGE, colors.GREEN, colors.RED, colors.SKY, colors.GREY)
 """Of lines, by micro-batch size."""
 _AROUND = [
     (dx * distance, dy * distance, across, up)
@@ -63,12 +53,9 @@ def draw_bench(found: BenchResult, folder: Path) -> list[Path]:
 
 def figure_of_memory(found: BenchResult) -> Figure:
     """Speed against peak memory, each point a way."""
-    needed("matplotlib")
-    from matplotlib.figure import Figure
-
     rows = [row for row in found.rows if row.turns and row.peak_bytes is not None]
     memory = Scale.of_bytes(max([*(row.peak_bytes or 0 for row in rows), found.budget_bytes or 0]))
-    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
+    figure = figure_of_size(9, 5.6)
     axes = figure.add_subplot()
     places = [((row.peak_bytes or 0) / memory.size, row.weight_per_second or 0.0) for row in rows]
     for name, color, marker, of_it in _kinds(found, rows):
@@ -76,10 +63,12 @@ def figure_of_memory(found: BenchResult) -> Figure:
         axes.scatter(x, y, s=60, color=color, marker=marker, label=name, zorder=3, edgecolors="white", linewidths=0.8)
     for row, (x, y) in zip(rows, places, strict=True):
         if row.way.is_chosen:
-            axes.scatter([x], [y], s=220, facecolors="none", edgecolors=GREEN, linewidths=1.6, label="chosen by Step")
+            axes.scatter(
+                [x], [y], s=220, facecolors="none", edgecolors=colors.GREEN, linewidths=1.6, label="chosen by Step"
+            )
     if found.budget_bytes is not None:
         label = f"budget, {format_bytes(found.budget_bytes)}"
-        axes.axvline(found.budget_bytes / memory.size, color=GREY, ls="--", lw=1.4, label=label)
+        axes.axvline(found.budget_bytes / memory.size, color=colors.GREY, ls="--", lw=1.4, label=label)
     axes.set_xlabel(f"peak of a step, {memory.unit}")
     axes.set_ylabel(f"{found.unit} per second")
     axes.set_title(f"{_title(found)}\nlabels: samples in a micro-batch × micro-batches of a step", fontsize=11)
@@ -92,10 +81,7 @@ def figure_of_memory(found: BenchResult) -> Figure:
 
 def figure_of_losses(found: BenchResult) -> Figure:
     """The mean loss of each round, over samples and over the seconds of the steps."""
-    needed("matplotlib")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5.8), dpi=150, layout="constrained")
+    figure = figure_of_size(10, 5.8)
     over_samples, over_seconds = figure.subplots(1, 2, sharey=True)
     rows = [row for row in found.rows if row.turns]
     time = Scale.of_seconds(max(row.seconds for row in rows))
@@ -107,7 +93,7 @@ def figure_of_losses(found: BenchResult) -> Figure:
         over_seconds.plot([*accumulate(turn.seconds / time.size for turn in row.turns)], losses, **style)
     if found.target_loss is not None:
         label = f"loss {found.target_loss:.3g}"
-        over_seconds.axhline(found.target_loss, color=GREY, ls="-", lw=0.8, label=label, zorder=0)
+        over_seconds.axhline(found.target_loss, color=colors.GREY, ls="-", lw=0.8, label=label, zorder=0)
     over_samples.set_xlabel("samples seen")
     over_samples.set_ylabel("mean loss of a round, before its steps")
     over_seconds.set_xlabel(f"time of the steps, {time.unit}")
@@ -135,7 +121,7 @@ def _kinds(found: BenchResult, rows: Sequence[BenchRow]) -> Iterator[tuple[str, 
 def _line(found: BenchResult, row: BenchRow, sizes: Sequence[int]) -> dict[str, Any]:
     """How the line of a way looks, and what it is called."""
     is_smaller = row.way.batch_size != found.batch_size
-    color = PINK if is_smaller else _COLORS[sizes.index(row.way.plan.micro_batch_size) % len(_COLORS)]
+    color = colors.PINK if is_smaller else _COLORS[sizes.index(row.way.plan.micro_batch_size) % len(_COLORS)]
     more = {"none": "", "all": ", all recomputed", "planned": ", planned"}[row.way.recompute]
     name = way_text(row.way) + more + (", smaller batch" * is_smaller)
     marker = "." if len(row.turns) < 12 else ""
@@ -143,9 +129,7 @@ def _line(found: BenchResult, row: BenchRow, sizes: Sequence[int]) -> dict[str, 
 
 
 def _finish(figure: Figure, axes: Axes, *, legend: tuple[Any, Any] | None = ((), ())) -> None:
-    axes.grid(alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    make_light(axes)
     if legend is not None:
         handles, labels = legend if legend[0] else axes.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
@@ -179,5 +163,5 @@ def _around(x: float, y: float, size: float = 9) -> Any:
 
 def _label(axes: Axes, name: str, place: tuple[float, float], dx: float, dy: float, across: str, up: str) -> Text:
     return axes.annotate(
-        name, place, xytext=(dx, dy), textcoords="offset points", ha=across, va=up, fontsize=8, color=BLACK
+        name, place, xytext=(dx, dy), textcoords="offset points", ha=across, va=up, fontsize=8, color=colors.BLACK
     )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bigbatch.errors import MissingExtraError, OptionError
+from bigbatch.reporting import colors
+from bigbatch.reporting.pictures import PAGES, Scale, check_can_be_drawn, figure_of_size, make_light, needed
 from bigbatch.units import format_bytes, format_seconds
 from bigbatch.values import Plan
 
@@ -17,12 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-# Told apart by people who see no red or no green (Okabe and Ito, https://jfly.uni-koeln.de/color/).
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK, GREY = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999",
-)  # fmt: skip
-PICTURES = (".png", ".svg", ".pdf")
-_PAGES = (".html",)
 _ROOM_ON_THE_LEFT, _ROOM_ON_THE_RIGHT = 0.25, 0.06
 """Of the width of what is shown."""
 
@@ -52,59 +47,6 @@ class Frontier:
     budget_bytes: int
 
 
-class Scale(NamedTuple):
-    """A unit for an axis.
-
-    >>> Scale.of_bytes(3 * 2**30), Scale.of_seconds(0.2)
-    (Scale(unit='GiB', size=1073741824), Scale(unit='ms', size=0.001))
-    """
-
-    unit: str
-    size: float
-
-    @classmethod
-    def of_bytes(cls, most: float) -> Scale:
-        """The unit for amounts up to this one."""
-        for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-            if most >= 2**power:
-                return cls(unit, 2**power)
-        return cls("B", 1)
-
-    @classmethod
-    def of_seconds(cls, most: float) -> Scale:
-        """The unit for times up to this one."""
-        return cls("s", 1.0) if most >= 1 else cls("ms", 1e-3)
-
-
-def check_can_be_drawn(frontier: Path | None, timeline: Path | None) -> None:
-    """Before anything is computed: whether these files can be made.
-
-    Raises:
-        OptionError: A name ends with what is no picture.
-        MissingExtraError: What draws it is not installed.
-    """
-    for option, path, pages in (("--frontier", frontier, _PAGES), ("--timeline", timeline, ())):
-        if path is None:
-            continue
-        if path.suffix not in (*PICTURES, *pages):
-            raise OptionError(f"{option} {path}: a picture ends with {', '.join((*PICTURES, *pages))}.")
-        needed("plotly" if path.suffix in pages else "matplotlib")
-
-
-def needed(package: str) -> Any:
-    """The package, or an error that says how to get it.
-
-    Raises:
-        MissingExtraError: It is not installed.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingExtraError(
-            f'A picture needs the package {package}, which is not installed: pip install "bigbatch[plot]".'
-        ) from error
-
-
 def draw_frontier(found: Frontier, path: Path) -> None:
     """Write the picture; the end of the name says in which form.
 
@@ -112,7 +54,7 @@ def draw_frontier(found: Frontier, path: Path) -> None:
         MissingExtraError: What draws it is not installed.
     """
     check_can_be_drawn(path, None)
-    if path.suffix in _PAGES:
+    if path.suffix in PAGES:
         _page(found).write_html(path, include_plotlyjs=True)
     else:
         figure_of_frontier(found).savefig(path)
@@ -133,9 +75,14 @@ class _Curve(NamedTuple):
 
 
 def _curves(found: Frontier) -> Iterator[_Curve]:
-    yield _Curve("every block recomputed", found.recompute_all, RED, "^", ":")
-    yield _Curve("nothing recomputed", found.recompute_none, ORANGE, "s", "--")
-    yield _Curve("fastest plans", found.plans, BLUE, "o", "-")
+    yield _Curve("every block recomputed", found.recompute_all, colors.RED, "^", ":")
+    yield _Curve("nothing recomputed", found.recompute_none, colors.ORANGE, "s", "--")
+    yield _Curve("fastest plans", found.plans, colors.BLUE, "o", "-")
+
+
+def _points(found: Frontier) -> Iterator[tuple[str, Plan, str]]:
+    yield "the batch at once", found.direct, colors.BLACK
+    yield "chosen", found.chosen, colors.GREEN
 
 
 def _all_plans(found: Frontier) -> list[Plan]:
@@ -155,21 +102,16 @@ def _places(plans: Sequence[Plan], scales: tuple[Scale, Scale]) -> tuple[list[fl
 
 def figure_of_frontier(found: Frontier) -> Figure:
     """The picture as a figure of matplotlib."""
-    needed("matplotlib")
-    from matplotlib.figure import Figure
-
-    scales = _scales(found)
-    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
+    figure, scales = figure_of_size(9, 5.6), _scales(found)
     axes = figure.add_subplot()
     for curve in _curves(found):
         x, y = _places(curve.plans, scales)
         axes.plot(x, y, curve.line, marker=curve.marker, color=curve.color, label=curve.name, markersize=5, lw=1.4)
-    points = (("the batch at once", found.direct, BLACK, "X", 90), ("chosen", found.chosen, GREEN, "*", 260))
-    for name, plan, color, marker, size in points:
+    for (name, plan, color), (marker, size) in zip(_points(found), (("X", 90), ("*", 260)), strict=True):
         x, y = _places([plan], scales)
         axes.scatter(x, y, s=size, marker=marker, color=color, label=name, zorder=5, edgecolors="white", linewidths=0.8)
     budget = format_bytes(found.budget_bytes)
-    axes.axvline(found.budget_bytes / scales[0].size, color=GREY, ls="--", lw=1.4, label=f"budget, {budget}")
+    axes.axvline(found.budget_bytes / scales[0].size, color=colors.GREY, ls="--", lw=1.4, label=f"budget, {budget}")
     _set_up_axes(axes, found, scales)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     _add_labels(figure, axes, found, scales)
@@ -186,15 +128,13 @@ def _set_up_axes(axes: Axes, found: Frontier, scales: tuple[Scale, Scale]) -> No
     axes.set_xlabel(f"peak memory, {scales[0].unit}")
     axes.set_ylabel(f"{found.time_label}, {scales[1].unit}")
     axes.set_title(f"{found.title}\nlabels: samples in a micro-batch, modules recomputed", fontsize=11)
-    axes.grid(alpha=0.25)
+    make_light(axes)
     peaks = [(plan.peak_bytes or 0) / scales[0].size for plan in _all_plans(found)]
     ends = min(peaks), max(*peaks, found.budget_bytes / scales[0].size)
     ratio = max(1.1, ends[1] / ends[0])
     # Labels are to the left of their points.
     axes.set_xlim(ends[0] / ratio**_ROOM_ON_THE_LEFT, ends[1] * ratio**_ROOM_ON_THE_RIGHT)
     axes.margins(y=0.12)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _add_labels(figure: Figure, axes: Axes, found: Frontier, scales: tuple[Scale, Scale]) -> None:
@@ -225,7 +165,7 @@ def _label(axes: Axes, plan: Plan, scales: tuple[Scale, Scale], *, is_chosen: bo
         ha="right",
         va="top",
         fontsize=9 if is_chosen else 8,
-        color=GREEN if is_chosen else BLACK,
+        color=colors.GREEN if is_chosen else colors.BLACK,
         weight="bold" if is_chosen else "normal",
         bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
     )
@@ -245,15 +185,16 @@ def _page(found: Frontier) -> Any:
             hovertemplate="%{text}", line={"color": curve.color, "dash": dashes[curve.line]},
             marker={"symbol": symbols[curve.marker], "size": 8},
         )  # fmt: skip
-    points = (("the batch at once", found.direct, BLACK, "x", 12), ("chosen", found.chosen, GREEN, "star", 18))
-    for name, plan, color, symbol, size in points:
+    for (name, plan, color), (symbol, size) in zip(_points(found), (("x", 12), ("star", 18)), strict=True):
         x, y = _places([plan], scales)
         page.add_scatter(
             x=x, y=y, name=name, mode="markers", text=[_hover(plan)], hovertemplate="%{text}",
             marker={"symbol": symbol, "size": size, "color": color},
         )  # fmt: skip
     budget = f"budget, {format_bytes(found.budget_bytes)}"
-    page.add_vline(found.budget_bytes / scales[0].size, line={"color": GREY, "dash": "dash"}, annotation_text=budget)
+    page.add_vline(
+        found.budget_bytes / scales[0].size, line={"color": colors.GREY, "dash": "dash"}, annotation_text=budget
+    )
     page.update_layout(title=found.title, template="plotly_white")
     page.update_xaxes(type="log", title=f"peak memory, {scales[0].unit}")
     page.update_yaxes(title=f"{found.time_label}, {scales[1].unit}")

@@ -6,19 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigbatch.planning.timeline import Stretch, Timeline
-from bigbatch.reporting.frontier import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    Scale,
-    check_can_be_drawn,
-    needed,
-)
+from bigbatch.reporting import colors
+from bigbatch.reporting.pictures import Scale, check_can_be_drawn, figure_of_size
 from bigbatch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,13 +15,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLORS = {
-    "parameters": BLUE,
-    "optimizer": SKY,
-    "buffers": GREY,
-    "inputs": PINK,
-    "gradients": ORANGE,
-    "saved": GREEN,
-    "work": RED,
+    "parameters": colors.BLUE,
+    "optimizer": colors.SKY,
+    "buffers": colors.GREY,
+    "inputs": colors.PINK,
+    "gradients": colors.ORANGE,
+    "saved": colors.GREEN,
+    "work": colors.RED,
 }
 _NAMES = {"saved": "saved for backward", "work": "work, for a moment", "buffers": "buffers and others"}
 _HEADROOM = 1.2
@@ -59,13 +48,10 @@ def draw_timeline(found: Timeline, path: Path, *, title: str, budget_bytes: int)
 
 def figure_of_timeline(found: Timeline, *, title: str, budget_bytes: int) -> Figure:
     """The picture as a figure of matplotlib; arguments as for ``draw_timeline``."""
-    needed("matplotlib")
-    from matplotlib.figure import Figure
-
     time, memory = Scale.of_seconds(found.seconds[-1]), Scale.of_bytes(found.peak_bytes)
     x = [seconds / time.size for seconds in found.seconds]
     shown = {kind: values for kind, values in found.kinds.items() if any(values)}
-    figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
+    figure = figure_of_size(9, 5.2)
     axes = figure.add_subplot()
     axes.stackplot(
         x,
@@ -95,7 +81,7 @@ def figure_of_timeline(found: Timeline, *, title: str, budget_bytes: int) -> Fig
 
 def _mark_budget(axes: Axes, budget_bytes: int, memory: Scale) -> None:
     height = budget_bytes / memory.size
-    axes.axhline(height, color=BLACK, ls="--", lw=1.2)
+    axes.axhline(height, color=colors.BLACK, ls="--", lw=1.2)
     text = f"budget {format_bytes(budget_bytes)}"
     axes.annotate(text, (0, height), xytext=(4, 3), textcoords="offset points", va="bottom", fontsize=8)
 
@@ -104,7 +90,7 @@ def _mark_peak(axes: Axes, found: Timeline, time: Scale, memory: Scale, label: s
     totals = found.totals
     moment = totals.index(found.peak_bytes)
     x, y = found.seconds[moment] / time.size, found.peak_bytes / memory.size
-    axes.plot([x], [y], "v", color=BLACK, markersize=6, clip_on=False)
+    axes.plot([x], [y], "v", color=colors.BLACK, markersize=6, clip_on=False)
     is_left = found.seconds[moment] < found.seconds[-1] / 2
     axes.annotate(
         label,
@@ -124,9 +110,9 @@ def _mark_stretch(axes: Axes, stretch: Stretch, found: Timeline, time: Scale) ->
     width = (stretch.end_seconds - stretch.start_seconds) / found.seconds[-1]
     above = axes.get_xaxis_transform()
     if stretch.kind == "backward":
-        axes.axvspan(start, end, color=GREY, alpha=0.18, lw=0, zorder=0)
+        axes.axvspan(start, end, color=colors.GREY, alpha=0.18, lw=0, zorder=0)
     else:
-        axes.axvline(start, color=BLACK, lw=0.8, alpha=0.6)
+        axes.axvline(start, color=colors.BLACK, lw=0.8, alpha=0.6)
     if stretch.kind == "update":
         axes.text(end, 1.015, "update", transform=above, ha="right", va="bottom", fontsize=9)
         return
