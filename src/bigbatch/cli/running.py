@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 
 from bigbatch.cli.devices import device_named
-from bigbatch.cli.speaking import sayer, speaking
-from bigbatch.memory.measure import device_bytes
+from bigbatch.cli.speaking import print_now, sayer, speaking
+from bigbatch.memory.measure import bytes_in_use
 from bigbatch.reporting.comparison_text import peaks_text, runs_text, steps_text
 from bigbatch.reporting.panel import LivePanel, PlainLines
 from bigbatch.reporting.text import closing, preflight_text
@@ -230,8 +230,5 @@ def _displays(group: Group, device: torch.device) -> list[Listener]:
     if not group.is_first:
         return []
     if sys.stdout.isatty():
-        return [LivePanel(Console(), lambda: device_bytes(device).current_bytes)]
-    return [PlainLines(_say)]
-
-
-_say = partial(print, flush=True)
+        return [LivePanel(Console(), lambda: bytes_in_use(device))]
+    return [PlainLines(print_now)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -125,11 +124,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _see_tensor(self, tensor: torch.Tensor) -> None:
         for plain in _plain_tensors(tensor):
-            try:
-                storage = plain.untyped_storage()
-            except (NotImplementedError, RuntimeError):
-                continue  # Opaque (MKL-DNN layout, functorch wrappers): its bytes belong to no storage we can ask.
-            self._enter(storage, plain.device.type)
+            storage = storage_of(plain)
+            if storage is not None:
+                self._enter(storage, plain.device.type)
 
     def _enter(self, storage: torch.UntypedStorage, device_type: str) -> None:
         self._settle()
@@ -152,6 +149,14 @@ class LiveBytes(TorchDispatchMode):
             if entry is not None and entry.storage is ref:
                 del self._live[key]
                 self._current[entry.device_type] -= entry.num_bytes
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Where its numbers are; None where there is nothing to ask: sparse, MKL-DNN's layout, a wrapper of functorch."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def notice(tensor: torch.Tensor) -> None:
@@ -264,36 +269,12 @@ def _allocator(device: torch.device) -> Any:
     return getattr(torch, device.type) if device.type in ("cuda", "xpu") else None
 
 
-class DeviceBytes(NamedTuple):
-    """Memory for display, in bytes: now, and the most there was."""
-
-    current_bytes: int
-    peak_bytes: int
-
-
-def device_bytes(device: torch.device | str) -> DeviceBytes:
-    """Memory in use on a device, for display: the allocator's on CUDA and XPU, else that of this process."""
+def bytes_in_use(device: torch.device | str) -> int:
+    """Memory in use on a device now, for display: the allocator's on CUDA and XPU, else that of this process."""
     device = torch.device(device)
     allocator = _allocator(device)
     if allocator is not None:
-        return DeviceBytes(allocator.memory_allocated(device), allocator.max_memory_allocated(device))
-    current = process_bytes()
-    return DeviceBytes(current, max(current, _peak_process_bytes()))
-
-
-def process_bytes() -> int:
-    """Resident memory of this process, in bytes."""
+        return allocator.memory_allocated(device)
     import psutil  # Here, because only a run that shows its memory needs it.
 
     return psutil.Process().memory_info().rss
-
-
-def _peak_process_bytes() -> int:
-    if sys.platform == "win32":
-        import psutil
-
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB.

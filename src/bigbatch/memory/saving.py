@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from bigbatch.memory.measure import notice
+from bigbatch.memory.measure import notice, storage_of
 from bigbatch.memory.offloading import Host
 
 _LEAST_BYTES = 2048
@@ -101,7 +101,7 @@ class SavedOnHost:
 
     def __init__(self, host: Host, stay: Iterable[torch.Tensor]):
         self._host = host
-        self._stay = {storage._cdata for tensor in stay if (storage := _storage_of(tensor)) is not None}
+        self._stay = {storage._cdata for tensor in stay if (storage := storage_of(tensor)) is not None}
         self._known: dict[int, _Known] = {}
 
     def listening(self) -> AbstractContextManager[Any]:
@@ -109,7 +109,7 @@ class SavedOnHost:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: torch.Tensor) -> _Kept | _Part:
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         if storage is None or storage._cdata in self._stay or not _can_go(tensor, storage):
             return _Kept(tensor.detach(), tensor._version)  # an output that held itself would never be freed
         known = self._known.get(storage._cdata)
@@ -169,13 +169,6 @@ class Returned:
 
 def _unpack(packed: _Kept | _Part) -> torch.Tensor:
     return packed.get()
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None  # a sparse or opaque one
 
 
 def _can_go(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

@@ -131,7 +131,9 @@ class _Kept:
     random_states: list[tuple[torch.device, torch.Tensor]]
 
 
-class _Recording(TorchDispatchMode):
+class _Run(TorchDispatchMode):
+    """One of the two runs of a call."""
+
     supports_higher_order_operators = True  # FlexAttention is one.
 
     @classmethod
@@ -143,6 +145,8 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self._outputs = outputs
 
+
+class _Recording(_Run):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if self._outputs.includes(func):
@@ -150,17 +154,9 @@ class _Recording(TorchDispatchMode):
         return output
 
 
-class _Replaying(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile in here, instead of stepping back."""
-        return True
-
+class _Replaying(_Run):
     def __init__(self, outputs: KeptOutputs):
-        super().__init__()
-        self._outputs = outputs
+        super().__init__(outputs)
         self._position = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

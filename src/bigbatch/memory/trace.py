@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from bigbatch.memory.events import Event, Storage
 from bigbatch.memory.fake_kernels import as_the_kernel_returns
 from bigbatch.memory.kernels import Workspaces
-from bigbatch.memory.measure import LiveBytes
+from bigbatch.memory.measure import LiveBytes, storage_of
 from bigbatch.memory.selective import words_that_keep
 
 Price = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
@@ -126,13 +126,10 @@ class Recorder:
 
     def _storage_of(self, tensor: torch.Tensor) -> Storage | None:
         """Its storage by number, in the order in which they are met; None for one that costs nothing."""
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+        storage = storage_of(tensor)
+        if storage is None or storage._cdata in self._static:
             return None
         key = storage._cdata
-        if key in self._static:
-            return None
         known = self._indices.get(key)
         if known is None or known[0]() is not storage:
             known = self._indices[key] = (weakref.ref(storage), self._num_storages)
