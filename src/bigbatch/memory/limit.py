@@ -9,14 +9,13 @@ import contextlib
 import ctypes
 import gc
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bigbatch.errors import BigBatchWarning, OptionError
+from bigbatch.errors import OptionError, warn
 from bigbatch.units import format_bytes, parse_bytes
 
 _GRAIN_SIZE = 32768
@@ -108,11 +107,9 @@ def _limit_process(num_bytes: int) -> MemoryLimit:
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
     free = _free_bytes()  # is given out again without asking the system, so it is part of the amount
     if free > num_bytes:
-        warnings.warn(
+        warn(
             f"The C library holds {format_bytes(free)} that are free and gives them out again, more than the limit of "
-            f"{format_bytes(num_bytes)}. Set the limit before anything large is made.",
-            BigBatchWarning,
-            stacklevel=3,
+            f"{format_bytes(num_bytes)}. Set the limit before anything large is made."
         )
     used = data_bytes() - free
     limit = used + num_bytes if most == resource.RLIM_INFINITY else min(used + num_bytes, most)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from torch import nn
 
-from bigbatch.errors import ArgumentError, BigBatchWarning
+from bigbatch.errors import ArgumentError, warn
 from bigbatch.memory.checkpointing import run_recomputed
 from bigbatch.memory.naming import is_compiled, resolve, unwrapped
 from bigbatch.memory.switching import put_off_own_switch, put_on, put_on_segment, take_off
@@ -124,18 +123,14 @@ def apply(plan: Plan | None, model: nn.Module) -> Recomputing:
     _take_off_all(root)
     mechanism, num_switched_off = _put_on_all(root, applied, entries)
     if num_switched_off:
-        warnings.warn(
+        warn(
             f"Gradient checkpointing was switched on in {num_switched_off} modules of this model. While a plan is "
-            f"applied, the plan alone says what is recomputed.",
-            BigBatchWarning,
-            stacklevel=2,
+            f"applied, the plan alone says what is recomputed."
         )
     if plan is not None and (plan.keep or plan.offload) and is_compiled(model):
-        warnings.warn(
+        warn(
             "keep= and offload= have no effect in a compiled model: the compiler decides what it keeps of a recomputed "
-            "module, and where. Leave them out, or do not compile.",
-            BigBatchWarning,
-            stacklevel=2,
+            "module, and where. Leave them out, or do not compile."
         )
     return Recomputing(root, applied, before, mechanism)
 

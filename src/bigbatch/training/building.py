@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from bigbatch.errors import BigBatchWarning, TaskError
+from bigbatch.errors import TaskError, warn
 from bigbatch.stepping.checks import optimizers_of
 from bigbatch.stepping.learning_rate import total_steps
 from bigbatch.training import randomness
@@ -74,10 +74,8 @@ def build(
     if eval_data is not None:
         check_map_style(eval_data, "eval_data")
     if task.batch_size > len(train_data):
-        warnings.warn(
-            f"batch_size={task.batch_size}, but there are {len(train_data)} samples: each step sees {len(train_data)}.",
-            BigBatchWarning,
-            stacklevel=3,
+        warn(
+            f"batch_size={task.batch_size}, but there are {len(train_data)} samples: each step sees {len(train_data)}."
         )
     torch.manual_seed(task.seed)
     model = _model_of(task).to(device=device, dtype=dtype)
