@@ -8,6 +8,7 @@ so the words are what is looked at. They are the beginnings of messages in PyTor
 from __future__ import annotations
 
 import errno
+import gc
 import re
 from collections.abc import Iterator
 
@@ -59,6 +60,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, BudgetError):
         return False  # Ours, and the answer to running out: trying again with less was what led to it.
     return any(_says_so(link) for link in _chain(error))
+
+
+def release() -> None:
+    """Free what a failed try has left: cycles of its traceback, and what CUDA's allocator keeps for later."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _says_so(error: BaseException) -> bool:

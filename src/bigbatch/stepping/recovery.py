@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from bigbatch.batch.logical import LogicalBatch, num_samples_of
 from bigbatch.batch.sizes import part_sizes
 from bigbatch.errors import BudgetError, DistributedError, EmptyBatchError, RankMemoryError, StateLostError
-from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.memory.out_of_memory import is_out_of_memory, release
 from bigbatch.memory.recompute import Recomputing, apply
 from bigbatch.stepping.fitting import first_batch, sizing
 from bigbatch.stepping.insisting import insist
@@ -59,7 +58,7 @@ class Recovery:
                     raise
                 said = str(error).partition("\n")[0]
             # Out of the except block: the traceback holds the activations of the failed attempt.
-            insist(_free)
+            insist(release)
             retries += 1
             if in_doubt:
                 keeping = None
@@ -178,9 +177,3 @@ def _next_smaller(num_samples: int, size: int, smallest: int) -> int | None:
     half = math.ceil(num_samples / (2 * math.ceil(num_samples / size)))
     fitting = [part for part in part_sizes(num_samples, smallest) if part <= half and part < size]
     return fitting[-1] if fitting else None
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ import torch
 
 from bigbatch.batch.logical import num_samples_of
 from bigbatch.errors import BudgetError, NonFiniteError, StateLostError
-from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.memory.out_of_memory import is_out_of_memory, release
 from bigbatch.memory.recompute import apply
 from bigbatch.training.bench_result import BenchResult, BenchRow, Outcome, loss_all_reached
 from bigbatch.training.building import build
@@ -148,7 +148,7 @@ class _Arena:
         weights = {name: t.detach().to("cpu", copy=True) for name, t in parts.model.state_dict().items()}
         torch.manual_seed(task.seed)
         device = self._device
-        found = _unless_out_of_memory(device, lambda: on_host(direct_gradients(task, parts, batch, device=device)))
+        found = _unless_out_of_memory(lambda: on_host(direct_gradients(task, parts, batch, device=device)))
         if found is not None:
             return weights, found, "the big batch at once, by autograd alone"
         parts.model.zero_grad()
@@ -158,7 +158,7 @@ class _Arena:
                 with apply(way.plan, parts.model):
                     torch.manual_seed(task.seed)
                     found = _unless_out_of_memory(
-                        device, lambda: on_host(cut_gradients(task, parts, batch, micro_batch_size=None))
+                        lambda: on_host(cut_gradients(task, parts, batch, micro_batch_size=None))
                     )
                 break
         return weights, found, None if found is None else "the big batch at once, with all blocks recomputed"
@@ -221,7 +221,7 @@ class _Arena:
             self._note(number, outcome=outcome, why=str(error).strip().split("\n")[0])
         # Out of the except block: the traceback holds the activations of what failed.
         self._contenders.pop(number, None)
-        _release(self._device)
+        release()
 
 
 def _rounds(task: Task, ways: Ways, data: Any) -> Iterator[Mapping[int, Sequence[Any]]]:
@@ -240,20 +240,14 @@ def _rounds(task: Task, ways: Ways, data: Any) -> Iterator[Mapping[int, Sequence
             }
 
 
-def _unless_out_of_memory(device: torch.device, make: Callable[[], _T]) -> _T | None:
+def _unless_out_of_memory(make: Callable[[], _T]) -> _T | None:
     try:
         return make()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    _release(device)
+    release()
     return None
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _unit_of(task: Task) -> str:
