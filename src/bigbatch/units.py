@@ -81,6 +81,15 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def format_share(share: float, digits: int = 0) -> str:
+    """A part of a whole in per cent.
+
+    >>> format_share(0.63), format_share(0.0123, digits=1)
+    ('63 %', '1.2 %')
+    """
+    return f"{100 * share:.{digits}f} %"
+
+
 def format_names(names: list[str], most: int = 3) -> str:
     """Some names for a person, and how many more there are.
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bigbatch.training.bench_result import BenchResult, BenchRow
 from bigbatch.training.ways import Way
-from bigbatch.units import format_bytes, format_count, format_seconds
+from bigbatch.units import format_bytes, format_count, format_seconds, format_share
 
 _NOTHING = "-"
 
@@ -91,7 +91,7 @@ def _cells(found: BenchResult, row: BenchRow) -> list[str]:
         f"{row.weight_per_second:,.1f}" if row.outcome == "ran" else row.outcome,
         _NOTHING if (speed := found.speed(row)) is None else f"{speed:.2f} ×",
         format_seconds(row.step_seconds or 0.0),
-        f"{row.optimizer_share:.1%}".replace("%", " %"),
+        format_share(row.optimizer_share or 0.0, digits=1),
         peak,
         gradient,
         f"{row.turns[-1].loss:.4g}",

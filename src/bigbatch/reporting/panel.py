@@ -14,7 +14,7 @@ from rich.table import Table
 
 from bigbatch.reporting.text import data_text, identity, metrics_text, noise_scale_text, opening, padding_text
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
-from bigbatch.units import format_bytes, format_seconds
+from bigbatch.units import format_bytes, format_count, format_seconds, format_share
 from bigbatch.values import Plan
 
 _SECONDS_BETWEEN_REFRESHES = 0.25
@@ -25,8 +25,8 @@ _MUCH_WAITING = 0.02
 
 def announced(plan: Plan) -> str:
     """The line about a plan that was found."""
-    num_modules = plan.num_recomputed
-    recompute = f" with {num_modules} module{'s' if num_modules > 1 else ''} recomputed" if num_modules else ""
+    count = plan.num_recomputed
+    recompute = f" with {format_count(count, 'module')} recomputed" if count else ""
     peak = f", measured peak {format_bytes(plan.peak_bytes)}" if plan.peak_bytes else ""
     return f"micro-batches of {plan.micro_batch_size}{recompute} fit{peak}"
 
@@ -94,7 +94,7 @@ def step_text(record: StepRecord) -> str:
     peak = "" if record.peak_bytes is None else f", peak {format_bytes(record.peak_bytes)}"
     skipped = ", SKIPPED" if result.skipped else ""
     data = f", {data_text(record.data_share)} for data" if record.data_share > _MUCH_WAITING else ""
-    padding = "" if result.padding is None else f", padding {result.padding[1]:.0%}".replace("%", " %")
+    padding = "" if result.padding is None else f", padding {format_share(result.padding[1])}"
     return (
         f"step {record.step}/{record.total_steps}, epoch {record.epoch}, loss {float(result.loss):.4f}{norm}, "
         f"lr {record.learning_rate:.3g}, {record.samples_per_second:,.0f} samples/s{peak}{padding}{data}, "

@@ -15,7 +15,7 @@ from bigbatch.batch.sizes import micro_batch_sizes
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.explanation import Block, Explanation
 from bigbatch.reporting.text import identity
-from bigbatch.units import format_bytes, format_seconds
+from bigbatch.units import format_bytes, format_count, format_seconds, format_share
 from bigbatch.values import Plan
 
 _MOST_ENTRIES = 6
@@ -96,7 +96,7 @@ def recompute_text(plan: Plan, *, num_blocks: int | None = None) -> str:
     entries = [name if isinstance(name, str) else f"{name[0]} to {name[-1]} as one" for name in plan.recompute]
     more = f" and {len(entries) - _MOST_ENTRIES} more" if len(entries) > _MOST_ENTRIES else ""
     count = plan.num_recomputed
-    of = f"{count} of {num_blocks} modules" if num_blocks is not None else f"{count} module{'s' * (count != 1)}"
+    of = f"{count} of {num_blocks} modules" if num_blocks is not None else format_count(count, "module")
     return f"{of}: {', '.join(entries[:_MOST_ENTRIES])}{more}"
 
 
@@ -155,7 +155,7 @@ def _kinds_table(found: Planned) -> Table:
     table = _table("", "", "", right=(1, 2))
     for kind, num_bytes in explanation.kinds.items():
         if num_bytes:
-            table.add_row(kind, format_bytes(num_bytes), f"{num_bytes / explanation.peak_bytes:.1%}".replace("%", " %"))
+            table.add_row(kind, format_bytes(num_bytes), format_share(num_bytes / explanation.peak_bytes, 1))
     # Kinds are told apart on the numbers of the profile, which may be a little off the traced peak.
     table.add_row("all" if is_traced else "all, simulated", format_bytes(explanation.peak_bytes), "")
     return table

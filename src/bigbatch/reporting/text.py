@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from bigbatch.training.events import RunInfo, RunResult, is_accuracy
 from bigbatch.training.preflight import Preflight
-from bigbatch.units import format_bytes, format_count, format_seconds
+from bigbatch.units import format_bytes, format_count, format_seconds, format_share
 
 
 def identity(micro_batch_sizes: Sequence[int], num_ranks: int = 1, *, batch_size: int | None = None) -> str:
@@ -53,7 +53,7 @@ def data_text(share: float) -> str:
     >>> data_text(0.012)
     'waiting 1.2 % of the time'
     """
-    return f"waiting {share:.1%} of the time".replace("%", " %")
+    return f"waiting {format_share(share, digits=1)} of the time"
 
 
 def padding_text(padding: tuple[float, float]) -> str:
@@ -63,7 +63,7 @@ def padding_text(padding: tuple[float, float]) -> str:
     '9 % of the tokens, 63 % before grouping'
     """
     before, after = padding
-    return f"{after:.0%} of the tokens, {before:.0%} before grouping".replace("%", " %")
+    return f"{format_share(after)} of the tokens, {format_share(before)} before grouping"
 
 
 def opening(info: RunInfo) -> str:
@@ -109,7 +109,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 def metric_text(name: str, value: float) -> str:
     """One result."""
-    return f"{value:.2%}".replace("%", " %") if is_accuracy(name) else f"{value:.4g}"
+    return format_share(value, digits=2) if is_accuracy(name) else f"{value:.4g}"
 
 
 def closing(result: RunResult, files: Sequence[str]) -> list[str]:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from bigbatch.units import format_share
+
 T = TypeVar("T")
 
 _TOO_MUCH = 0.05
@@ -65,7 +67,7 @@ def advice(share: float, num_workers: int, num_cores: int | None = None) -> str:
     if share <= _TOO_MUCH:
         return ""
     wanted = max((num_cores or os.cpu_count() or 1) // 2, 1)
-    found = f"The run waited for data {share:.0%}".replace("%", " %") + " of the time."
+    found = f"The run waited for data {format_share(share)} of the time."
     if num_workers < wanted:
         return (
             f"{found} Load it with --workers {wanted} (now {num_workers}), half of the cores; in a loop of your own "
