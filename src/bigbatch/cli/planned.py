@@ -169,7 +169,7 @@ def _task(wanted: Wanted, device: str) -> _Model:
     if on.type == "meta":
         task = dataclasses.replace(task, model=_on_meta(task.model))
     parts = build(task, on)
-    step = Step(parts.model, task.loss_fn, parts.optimizers, **vars(parts.options))
+    step = parts.step()
     return _Model(
         step, first_batch(task, parts.train_data), wanted.batch_size or task.batch_size, task.name, _described(step)
     )

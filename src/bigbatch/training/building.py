@@ -12,6 +12,7 @@ from torch import nn
 from bigbatch.errors import TaskError, warn
 from bigbatch.stepping.checks import optimizers_of
 from bigbatch.stepping.learning_rate import total_steps
+from bigbatch.stepping.step import Step
 from bigbatch.training import randomness
 from bigbatch.training.data import check_map_style
 from bigbatch.training.group import ALONE, Group
@@ -27,6 +28,7 @@ class Parts:
     Attributes:
         model: On the device of the run.
         stepped: The model as a step gets it: wrapped, when there are several ranks.
+        loss_fn: That of the task.
         optimizers: In the order of the task.
         options: Of the step, with the scheduler and the EMA of this run.
         train_data: Map-style.
@@ -36,11 +38,20 @@ class Parts:
 
     model: nn.Module
     stepped: nn.Module
+    loss_fn: Callable[[nn.Module, Any], Any]
     optimizers: tuple[torch.optim.Optimizer, ...]
     options: StepOptions
     train_data: Any
     eval_data: Any
     total_steps: int
+
+    def step(self, **how: Any) -> Step:
+        """A step of these parts, with the options of the task.
+
+        Args:
+            how: Plan, budget or micro-batch size, as for ``Step``.
+        """
+        return Step(self.stepped, self.loss_fn, self.optimizers, **how, **vars(self.options))
 
     @property
     def evaluated(self) -> nn.Module:
@@ -94,7 +105,7 @@ def build(
     )
     if not group.is_first:
         randomness.begin("rank", task.seed, group.rank)
-    return Parts(model, stepped, optimizers, options, train_data, eval_data, num_steps)
+    return Parts(model, stepped, task.loss_fn, optimizers, options, train_data, eval_data, num_steps)
 
 
 def _model_of(task: Task) -> nn.Module:

@@ -12,7 +12,6 @@ import torch
 
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.accumulate import accumulate
-from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
 from bigbatch.training.data import first_batch, going_through, train_loader
 from bigbatch.training.direct import DirectSteps, train_directly
@@ -90,7 +89,7 @@ def compare_steps(
     task = _in_float64(task)
     cut = build(task, device, dtype=torch.float64)
     direct = _twin(task, cut, device)
-    step = Step(cut.model, task.loss_fn, cut.optimizers, micro_batch_size=micro_batch_size, **vars(cut.options))
+    step = cut.step(micro_batch_size=micro_batch_size)
     direct_steps = DirectSteps(task, direct, device)
     exactness: Exactness = "exact"
     with going_through(train_loader(task, cut.train_data)) as loaded:

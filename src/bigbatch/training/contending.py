@@ -12,7 +12,6 @@ import torch
 
 from bigbatch.memory.limit import limit_memory
 from bigbatch.stepping.gradients import clear_gradients
-from bigbatch.stepping.step import Step
 from bigbatch.training.bench_result import Turn
 from bigbatch.training.building import build
 from bigbatch.training.comparison import cut_gradients
@@ -40,9 +39,7 @@ class Contender:
         self.device = device
         self.parts = build(self.task, device)
         self.parts.model.load_state_dict(weights)
-        self.step = Step(
-            self.parts.model, task.loss_fn, self.parts.optimizers, plan=way.plan, **vars(self.parts.options)
-        )
+        self.step = self.parts.step(plan=way.plan)
         self._optimizer_clock = _OptimizerClock(self.parts.optimizers, device)
         self._parked = Parked(self.parts, device)
         self._parked.park()

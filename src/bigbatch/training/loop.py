@@ -72,14 +72,7 @@ class Run:
         self.peak_step: int | None = None
         self._count_every_step = count_every_step
         self.listeners = list(listeners)
-        self.step = Step(
-            self.parts.stepped,
-            task.loss_fn,
-            self.parts.optimizers,
-            memory_budget=memory_budget,
-            micro_batch_size=micro_batch_size,
-            **vars(self.parts.options),
-        )
+        self.step = self.parts.step(memory_budget=memory_budget, micro_batch_size=micro_batch_size)
         self.step.on_micro_batch = lambda number, count: self._tell("micro_batch", number, count)
         self.info = _info_of(task, self.parts, self.step, self.device, group, switches)
         self.progress = Progress()

@@ -13,7 +13,6 @@ import torch
 from bigbatch.errors import BudgetError, OptionError, TraceError
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.stepping.fitting.planner import Planner
-from bigbatch.stepping.step import Step
 from bigbatch.training.building import build
 from bigbatch.training.data import first_batch
 from bigbatch.training.task import Task
@@ -147,8 +146,7 @@ class _Planning:
         self.profile: MemoryProfile | None = None
         if is_needed:
             parts = build(task, device)
-            step = Step(parts.model, task.loss_fn, parts.optimizers, **vars(parts.options))
-            self._planner = Planner(step, first_batch(task, parts.train_data))
+            self._planner = Planner(parts.step(), first_batch(task, parts.train_data))
             self._profile()
 
     def _profile(self) -> None:
