@@ -76,7 +76,6 @@ def bench(
         variant={name: value for name, value in variant.items() if value is not None},
         changes={"batch_size": batch_size, "precision": precision and precision.value, "seed": seed},
         memory_budget=memory_budget,
-        micro_batch_size=None,
         device=device,
         threads=threads,
     )

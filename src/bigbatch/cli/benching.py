@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bigbatch.cli.running import Wanted
-from bigbatch.cli.speaking import tell
+from bigbatch.cli.speaking import print_now, tell
 from bigbatch.errors import MissingExtraError
 from bigbatch.reporting.bench_pictures import draw_bench
 from bigbatch.reporting.bench_text import bench_report, row_text
@@ -24,7 +23,6 @@ from bigbatch.training.ways import Ways
 from bigbatch.units import format_bytes
 
 _WIDTH = 132
-_say = partial(print, flush=True)
 
 
 class _Lines(BenchListener):
@@ -33,16 +31,16 @@ class _Lines(BenchListener):
     def found(self, ways: Ways) -> None:
         """How many there are to compare."""
         planned = "" if ways.planned_bytes is None else f", planned for {format_bytes(ways.planned_bytes)}"
-        _say(f"{len(ways.ways)} ways{planned}")
+        print_now(f"{len(ways.ways)} ways{planned}")
 
     def tried(self, row: BenchRow) -> None:
         """What one of them needs."""
-        _say(row_text(row))
+        print_now(row_text(row))
 
     def rounded(self, number: int, most: int) -> None:
         """How many rounds were made."""
         if number <= 3 or number % 10 == 0 or number == most:
-            _say(f"round {number} of {most}")
+            print_now(f"round {number} of {most}")
 
 
 def run(wanted: Wanted, *, folder: Path | None, pictures: bool, **how: Any) -> None:
@@ -58,14 +56,14 @@ def run(wanted: Wanted, *, folder: Path | None, pictures: bool, **how: Any) -> N
     with _without_warnings_of_each_step():
         found = bench(task, device=device, memory_budget=wanted.memory_budget, listener=_Lines(), **how)
     text = rendered(bench_report(found), _WIDTH)
-    _say(f"\n{text}")
+    print_now(f"\n{text}")
     place = make_run_dir(folder, f"bench-{task.name}")
     files = [place / "bench.json", place / "bench.txt"]
     files[0].write_text(found.to_json() + "\n", encoding="utf-8")
     files[1].write_text(text + "\n", encoding="utf-8")
     if pictures:
         files += draw_bench(found, place)
-    _say(f"files: {', '.join(map(str, files))}")
+    print_now(f"files: {', '.join(map(str, files))}")
 
 
 def _can_draw() -> bool:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +51,10 @@ class Wanted:
     task: str
     variant: dict[str, Any]
     changes: dict[str, Any]
-    memory_budget: str | None
-    micro_batch_size: int | None
-    device: str | None
-    threads: int | None
+    memory_budget: str | None = None
+    micro_batch_size: int | None = None
+    device: str | None = None
+    threads: int | None = None
     parallel: Parallel = "ddp"
     switches: dict[str, bool] = field(default_factory=dict)
 
@@ -200,18 +199,18 @@ def _logs(folder: Path, first_step: int, *, tensorboard: bool) -> Iterator[Liste
 
 def _compare(wanted: Wanted, task: Task, device: torch.device, result: RunResult) -> bool:
     micro_batch_size = max(result.micro_batch_sizes)
-    _say("\nHow close to the direct big batch")
+    print_now("\nHow close to the direct big batch")
     direct_bytes = direct_peak_bytes(task, device=device)
-    _say(peaks_text(result.peak_bytes, direct_bytes, result.budget_bytes))
+    print_now(peaks_text(result.peak_bytes, direct_bytes, result.budget_bytes))
     exact_task = _exact_variant(wanted, task, result)
     all_is_well = result.budget_bytes is None or (result.peak_bytes or 0) <= result.budget_bytes
     if exact_task is not None:
         steps = compare_steps(exact_task, micro_batch_size=micro_batch_size, device=device)
-        _say(steps_text(steps))
+        print_now(steps_text(steps))
         all_is_well &= steps.within
     if result.exactness != "exact" and direct_bytes is not None:
         runs = compare_runs(task, result.metrics, micro_batch_size=micro_batch_size, device=device)
-        _say(runs_text(runs, result.exactness))
+        print_now(runs_text(runs, result.exactness))
         all_is_well &= runs.within
     return all_is_well
 

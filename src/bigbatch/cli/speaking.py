@@ -24,6 +24,9 @@ _SECONDS_TO_SPEAK = 30.0
 _SECONDS_AFTER_ANOTHER = 0.5
 
 
+print_now = partial(print, flush=True)
+
+
 def tell(words: object) -> None:
     """Say on stderr what went wrong, and on which rank when there are several."""
     rank = Rank()
@@ -36,7 +39,7 @@ def tell(words: object) -> None:
 def sayer(group: Group) -> Callable[..., None]:
     """``print`` for rank 0. The others see what it sees, so warnings and the log are silenced there too."""
     if group.is_first:
-        return partial(print, flush=True)
+        return print_now
     import logging  # torch has loaded it; --help does not wait for it
 
     logging.getLogger("bigbatch").setLevel(logging.ERROR)

@@ -23,7 +23,6 @@ def verify(
         task=task,
         variant={} if norm is None else {"norm": norm.value},
         changes={"batch_size": batch_size, "seed": seed},
-        memory_budget=None,
         micro_batch_size=micro_batch_size,
         device=device,
         threads=threads,
