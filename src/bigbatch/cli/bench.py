@@ -64,14 +64,15 @@ def bench(
     pictures: Pictures = True,
 ) -> None:
     """Measure the ways to make a big batch's step side by side: speed, memory, gradient, loss."""
-    from bigbatch.cli import benching, running  # loads torch
+    from bigbatch.cli import run_bench  # loads torch
+    from bigbatch.cli.wanted import Wanted
 
     variant = {
         "norm": norm and norm.value,
         "image_size": image_size,
         "images": None if images is None else str(images),
     }
-    wanted = running.Wanted(
+    wanted = Wanted(
         task=task,
         variant={name: value for name, value in variant.items() if value is not None},
         changes={"batch_size": batch_size, "precision": precision and precision.value, "seed": seed},
@@ -79,7 +80,7 @@ def bench(
         device=device,
         threads=threads,
     )
-    benching.run(
+    run_bench.run(
         wanted,
         folder=out,
         pictures=pictures,

@@ -87,9 +87,9 @@ def plan(
     """Find the fastest way to run a big batch inside a memory budget, and say where the bytes go."""
     if card is not None and device_peak is not None:
         raise typer.BadParameter("--card and --device-peak both say what the card can do; give one of them.")
-    from bigbatch.cli import planned  # loads torch
+    from bigbatch.cli import run_plan  # loads torch
 
-    wanted = planned.Wanted(
+    wanted = run_plan.Wanted(
         name=task,
         memory_budget=memory_budget,
         batch_size=batch_size,
@@ -102,4 +102,4 @@ def plan(
         size=size,
         estimate=estimate,
     )
-    planned.run(wanted, as_json=json, frontier_file=frontier, timeline_file=timeline)
+    run_plan.run(wanted, as_json=json, frontier_file=frontier, timeline_file=timeline)

@@ -126,10 +126,11 @@ def train(
     """Train a task with its big batch inside a memory budget."""
     _check_goes_together(check, compare, resume, checkpoint_every, run_dir)
     _start_ranks(context.obj, nproc_per_node, device)
-    from bigbatch.cli import running  # loads torch
+    from bigbatch.cli import run_train  # loads torch
+    from bigbatch.cli.wanted import Wanted
 
     changes = dict(batch_size=batch_size, epochs=epochs, eval_batch_size=eval_batch_size, seed=seed)
-    wanted = running.Wanted(
+    wanted = Wanted(
         task=task,
         variant={} if norm is None else {"norm": norm.value},
         changes={**changes, "num_workers": workers, "precision": precision and precision.value},
@@ -141,9 +142,9 @@ def train(
         switches={"compile": compile, "channels_last": channels_last, "cudnn_benchmark": cudnn_benchmark, "tf32": tf32},
     )
     if check is not None:
-        raise typer.Exit(0 if running.check(wanted, num_steps=check) else 1)
-    place = running.Place(run_dir, resume, checkpoint_every)
-    raise typer.Exit(0 if running.train(wanted, place, tensorboard=tensorboard, compare=compare) else 1)
+        raise typer.Exit(0 if run_train.check(wanted, num_steps=check) else 1)
+    place = run_train.Place(run_dir, resume, checkpoint_every)
+    raise typer.Exit(0 if run_train.train(wanted, place, tensorboard=tensorboard, compare=compare) else 1)
 
 
 def _check_goes_together(

@@ -17,9 +17,10 @@ def verify(
     threads: Threads = None,
 ) -> None:
     """Compare the gradient of the first batch, cut into micro-batches, with that of the whole batch in float64."""
-    from bigbatch.cli import running, verifying  # loads torch
+    from bigbatch.cli.run_verify import verify_task  # loads torch
+    from bigbatch.cli.wanted import Wanted
 
-    wanted = running.Wanted(
+    wanted = Wanted(
         task=task,
         variant={} if norm is None else {"norm": norm.value},
         changes={"batch_size": batch_size, "seed": seed},
@@ -27,4 +28,4 @@ def verify(
         device=device,
         threads=threads,
     )
-    raise typer.Exit(0 if verifying.verify(wanted) else 1)
+    raise typer.Exit(0 if verify_task(wanted) else 1)

@@ -10,11 +10,11 @@ from torch import nn
 
 from bigbatch.batch.collating import warn_where_nothing_bounds
 from bigbatch.errors import GradientError, OptionError
-from bigbatch.stepping.accumulator import Accumulator
 from bigbatch.stepping.checks import check_parameters
 from bigbatch.stepping.gradients import graph_of, leaves_of
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.losses import terms_of
+from bigbatch.stepping.micro_batch_loop import Accumulator
 from bigbatch.values import AFTER_THE_GRADIENT, StepOptions, StepResult, check_positive
 
 

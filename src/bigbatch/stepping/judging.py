@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bigbatch.errors import NonFiniteError
-from bigbatch.stepping.accumulation import Accumulation
+from bigbatch.stepping.after_backward import Accumulation
 from bigbatch.stepping.checks import parameters_of
 from bigbatch.stepping.norms import overflow_free_norm
 

@@ -24,7 +24,7 @@ from bigbatch.stepping.gradients import Gradients, Stamps, Sum
 from bigbatch.stepping.shares import Shares
 
 if TYPE_CHECKING:
-    from bigbatch.stepping.accumulation import Accumulation
+    from bigbatch.stepping.after_backward import Accumulation
 
 _log = logging.getLogger("bigbatch")
 

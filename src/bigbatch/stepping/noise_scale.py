@@ -25,8 +25,8 @@ from bigbatch.stepping.checks import parameters_of
 from bigbatch.stepping.norms import total_norm
 
 if TYPE_CHECKING:
-    from bigbatch.stepping.accumulation import Accumulation
-    from bigbatch.stepping.accumulator import Accumulator
+    from bigbatch.stepping.after_backward import Accumulation
+    from bigbatch.stepping.micro_batch_loop import Accumulator
 
 _log = logging.getLogger("bigbatch")
 

@@ -13,8 +13,7 @@ from bigbatch.batch.collating import warn_where_nothing_bounds
 from bigbatch.errors import GradientError, LossError, NonFiniteError, OptionError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
-from bigbatch.stepping.accumulation import Accumulation
-from bigbatch.stepping.accumulator import Accumulator, OnMicroBatch
+from bigbatch.stepping.after_backward import Accumulation
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
 from bigbatch.stepping.checks import check_no_gradients, check_one_process, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.exactness import why_not_exact
@@ -22,6 +21,7 @@ from bigbatch.stepping.fitting import first_batch, sizing
 from bigbatch.stepping.gradients import accumulation_dtype_of, clear_gradients
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.judging import judged
+from bigbatch.stepping.micro_batch_loop import Accumulator, OnMicroBatch
 from bigbatch.stepping.noise_scale import NoiseScale
 from bigbatch.stepping.norms import clip, total_norm
 from bigbatch.stepping.optimizer_undo import OptimizerUndo

@@ -41,7 +41,7 @@ from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.values import StepOptions
 
 if TYPE_CHECKING:
-    from bigbatch.stepping.accumulator import Accumulator
+    from bigbatch.stepping.micro_batch_loop import Accumulator
     from bigbatch.stepping.normalization.batchnorm import MergedStatistics
 
 

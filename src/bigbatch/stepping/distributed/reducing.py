@@ -23,7 +23,7 @@ from bigbatch.stepping.insisting import insist
 from bigbatch.units import format_names
 
 if TYPE_CHECKING:
-    from bigbatch.stepping.accumulation import Accumulation
+    from bigbatch.stepping.after_backward import Accumulation
 
 _BUCKET_BYTES = 25 * 2**20
 _BITS, _PER_WORD = 2, 24

@@ -14,7 +14,7 @@ from bigbatch.stepping.undo import Undo
 from bigbatch.values import Exactness
 
 if TYPE_CHECKING:
-    from bigbatch.stepping.accumulation import Accumulation
+    from bigbatch.stepping.after_backward import Accumulation
 
 _EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
 _NUM_FACTS = 5

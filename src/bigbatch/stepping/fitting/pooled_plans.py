@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.space import Recompute, names_held
-from bigbatch.stepping.accumulator import Accumulator
+from bigbatch.stepping.micro_batch_loop import Accumulator
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 

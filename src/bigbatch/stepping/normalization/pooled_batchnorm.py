@@ -24,7 +24,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bigbatch.errors import BatchError, LossError, OptionError, warn
 from bigbatch.memory.offloading import Host, host_of
-from bigbatch.memory.saving import Parcel, SavedOnHost
+from bigbatch.memory.saved_on_host import Parcel, SavedOnHost
 from bigbatch.memory.switching import computing, has_forward_of_its_own
 from bigbatch.stepping.checks import check_one_process
 from bigbatch.stepping.compiled import is_compiled

@@ -10,7 +10,7 @@ import torch
 from bigbatch.batch.logical import Piece, Pieces
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.structure import leaves
-from bigbatch.stepping.accumulation import Accumulation
+from bigbatch.stepping.after_backward import Accumulation
 from bigbatch.stepping.losses import Term
 from bigbatch.stepping.normalization.pooled_batchnorm import PooledBatchNorm
 from bigbatch.stepping.placing import say_where

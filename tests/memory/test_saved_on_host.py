@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from bigbatch.memory.measure import LiveBytes
 from bigbatch.memory.offloading import MeteredHost
-from bigbatch.memory.saving import SavedOnHost
+from bigbatch.memory.saved_on_host import SavedOnHost
 
 
 def leaf(*shape: int) -> Tensor:

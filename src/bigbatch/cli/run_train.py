@@ -6,24 +6,23 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
-from bigbatch.cli.devices import device_named
 from bigbatch.cli.speaking import print_now, sayer, speaking
+from bigbatch.cli.wanted import Wanted
 from bigbatch.memory.measure import bytes_in_use
 from bigbatch.reporting.comparison_text import peaks_text, runs_text, steps_text
 from bigbatch.reporting.panel import LivePanel, PlainLines
 from bigbatch.reporting.text import closing, preflight_text
-from bigbatch.tasks.finding import find_task, has_variant
+from bigbatch.tasks.finding import has_variant
 from bigbatch.training.checkpoint import Checkpoints, Found, newest, verified
 from bigbatch.training.comparison import compare_runs, compare_steps, direct_peak_bytes
 from bigbatch.training.events import Listener, RunResult
-from bigbatch.training.group import Group, Parallel, device_of, joined
+from bigbatch.training.group import Group, joined
 from bigbatch.training.log import JsonLog, TensorBoardLog, make_run_dir, save_result
 from bigbatch.training.loop import Run
 from bigbatch.training.preflight import preflight
@@ -35,46 +34,6 @@ from bigbatch.training.switches import Switches
 from bigbatch.training.task import Task
 
 _CHECKPOINTS = "checkpoints"
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the command line says, beside what to do with it.
-
-    Attributes:
-        task: Name of the task.
-        variant: Arguments of its function.
-        changes: Fields of the task that are replaced, where they are not None.
-        memory_budget, micro_batch_size, device, threads, parallel, switches: As on the command line.
-    """
-
-    task: str
-    variant: dict[str, Any]
-    changes: dict[str, Any]
-    memory_budget: str | None = None
-    micro_batch_size: int | None = None
-    device: str | None = None
-    threads: int | None = None
-    parallel: Parallel = "ddp"
-    switches: dict[str, bool] = field(default_factory=dict)
-
-    def found(self, **variant: Any) -> Task:
-        """The task, with what was changed."""
-        changes = {name: value for name, value in self.changes.items() if value is not None}
-        # The panel and the log show the norm, so a run from here asks for it.
-        return dataclasses.replace(find_task(self.task, **{**self.variant, **variant}), grad_norm=True, **changes)
-
-    def prepare(self, rank: Rank) -> torch.device:
-        """Set the threads, and choose the device of this rank.
-
-        Raises:
-            DeviceError: There is no such device.
-            DistributedError: There are more ranks than cards.
-        """
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return device_of(rank, device_named(name))
 
 
 def check(wanted: Wanted, *, num_steps: int) -> bool:

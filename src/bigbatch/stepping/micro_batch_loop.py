@@ -16,7 +16,7 @@ from bigbatch.batch.moving import device_of, on_device
 from bigbatch.batch.structure import shapes_in
 from bigbatch.batch.weighing import Weigher
 from bigbatch.errors import BatchError, DistributedError, LossError
-from bigbatch.stepping.accumulation import Accumulation
+from bigbatch.stepping.after_backward import Accumulation
 from bigbatch.stepping.checks import (
     check_goes_with_whole_batch_loss,
     check_loss_fn,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from bigbatch.cli.running import Wanted
+from bigbatch.cli.wanted import Wanted
 from bigbatch.reporting.verification_text import comparison_text
 from bigbatch.training.building import build
 from bigbatch.training.data import first_batch
 from bigbatch.training.rank import Rank
-from bigbatch.verification import verifying
+from bigbatch.verification.verifying import verify
 
 
-def verify(wanted: Wanted) -> bool:
+def verify_task(wanted: Wanted) -> bool:
     """Print how far a cut of the first batch is from the whole; whether they are equal."""
     device, task = wanted.prepare(Rank()), wanted.found()
     parts = build(task, device)
     batch = first_batch(task, parts.train_data)
-    found = verifying.verify(
-        parts.model, task.loss_fn, batch, micro_batch_size=wanted.micro_batch_size, **vars(parts.options)
-    )
+    found = verify(parts.model, task.loss_fn, batch, micro_batch_size=wanted.micro_batch_size, **vars(parts.options))
     print(comparison_text(task.name, found))
     return found.equal

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bigbatch.cli.running import Wanted
 from bigbatch.cli.speaking import print_now, tell
+from bigbatch.cli.wanted import Wanted
 from bigbatch.errors import MissingExtraError
 from bigbatch.reporting.bench_pictures import draw_bench
 from bigbatch.reporting.bench_text import bench_report, row_text
