@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bigbatch.cli.wanted import Wanted
-from bigbatch.reporting.verification_text import comparison_text
+from bigbatch.reporting.comparison_text import verification_text
 from bigbatch.training.building import build
 from bigbatch.training.data import first_batch
 from bigbatch.training.rank import Rank
@@ -16,5 +16,5 @@ def verify_task(wanted: Wanted) -> bool:
     parts = build(task, device)
     batch = first_batch(task, parts.train_data)
     found = verify(parts.model, task.loss_fn, batch, micro_batch_size=wanted.micro_batch_size, **vars(parts.options))
-    print(comparison_text(task.name, found))
+    print(verification_text(task.name, found))
     return found.equal

@@ -1,11 +1,24 @@
-"""Lines about a comparison with the direct big batch."""
+"""Lines about a comparison with the direct big batch: of a gradient, of steps, or of a run."""
 
 from __future__ import annotations
 
-from bigbatch.reporting.text import direct_line, metric_text, peak_line
+from bigbatch.reporting.text import direct_line, identity, metric_text, peak_line
 from bigbatch.training.comparison import MAX_ACCURACY_DIFFERENCE, RunsComparison, StepsComparison
 from bigbatch.values import Exactness
-from bigbatch.verification.comparison import MAX_DIFFERENCE
+from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, described
+
+
+def verification_text(name: str, found: Comparison) -> str:
+    """The verdict on a gradient, the parameters that are farthest off, and what was found.
+
+    Args:
+        name: Of what was compared.
+        found: By ``verify``.
+    """
+    verdict = "equal up to rounding" if found.equal else "NOT equal"
+    lines = [f"{name}: the cut batch and the whole batch at once, in {found.dtype}: {verdict}"]
+    lines += [f"  cut: {identity(sizes)}" for sizes in found.cuts]
+    return "\n".join([*lines, *described(found)])
 
 
 def peaks_text(peak_bytes: int | None, direct_bytes: int | None, budget_bytes: int | None) -> str:

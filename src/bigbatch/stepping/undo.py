@@ -27,11 +27,6 @@ class _Buffer:
         """Whether a copy costs nothing to speak of."""
         return self._tensor is None or self._tensor.nbytes <= _SMALL_BYTES
 
-    @property
-    def is_copied(self) -> bool:
-        """Whether there is a copy now."""
-        return self._copy is not None
-
     def look(self) -> None:
         """Note whether it changed since the last look."""
         now = self.owner._buffers.get(self.name)

@@ -159,9 +159,8 @@ def _gradients(parts: Parts) -> dict[str, torch.Tensor | None]:
 def direct_peak_bytes(task: Task, *, device: str | torch.device = "cpu") -> int | None:
     """Counted peak of a steady step of the big batch at once, tried and undone; None when it runs out of memory."""
     run = Run(task, device=device)
-    batch = first_batch(task, run.parts.train_data)
     try:
-        return run.step.measure(batch, task.batch_size)
+        return run.step.measure(run.first_batch(), task.batch_size)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,9 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from bigbatch.batch.structure import is_array, mapped
 from bigbatch.errors import TaskError
 from bigbatch.stepping.learning_rate import total_steps
+from bigbatch.stepping.undo import Generators
 from bigbatch.training.packing import PackedList
-from bigbatch.training.randomness import seed_of
+from bigbatch.training.randomness import seed_host, seed_of
 from bigbatch.training.task import Task
 
 _Batch = tuple[int, list[int]]
@@ -134,7 +134,7 @@ class _SeededData:
         seeds = [draw.getrandbits(32) for _ in range(share.first + len(indices))][share.first :]
         with _generators_put_back():
             if hasattr(data, "__getitems__"):
-                _seed(seeds[0])
+                seed_host(seeds[0])
                 samples = data.__getitems__(indices)
             else:
                 samples = [_seeded_sample(data, index, seed) for index, seed in zip(indices, seeds, strict=True)]
@@ -142,30 +142,18 @@ class _SeededData:
 
 
 def _seeded_sample(data: Any, index: int, seed: int) -> Any:
-    _seed(seed)
+    seed_host(seed)
     return data[index]
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)
 
 
 @contextmanager
 def _generators_put_back() -> Iterator[None]:
     """Leave the generators of the host as they were."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    generators = Generators(torch.device("cpu"), everywhere=True)
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
-        random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
+        generators.restore()
 
 
 def train_loader(task: Task, data: Any, *, first_step: int = 0, rank: int = 0, world_size: int = 1) -> DataLoader[Any]:

@@ -37,7 +37,13 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 def begin(*seed: str | int) -> None:
     """Set the generators of this process to where a stream of that name begins."""
     number = seed_of(*seed)
-    torch.manual_seed(number)
+    torch.manual_seed(number)  # of all devices
+    seed_host(number)
+
+
+def seed_host(number: int) -> None:
+    """Set the generators of the host alone: what a device draws from (dropout) goes on as it was."""
+    torch.default_generator.manual_seed(number)
     random.seed(number)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
