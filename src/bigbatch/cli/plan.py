@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-
-class DeviceName(StrEnum):
-    """Where a step will run."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class ModelDeviceName(StrEnum):
-    """Where the model is built to be planned."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    META = "meta"
-
 
 PlanName = Annotated[
     str,
@@ -43,17 +26,20 @@ Recompute = Annotated[
     ),
 ]
 Device = Annotated[
-    DeviceName | None,
-    typer.Option(help="Where it will run; without it, cuda where there is one, for a card and for a shape."),
+    str | None,
+    typer.Option(
+        metavar="cpu|cuda", help="Where it will run; without it, cuda where there is one, for a card and for a shape."
+    ),
 ]
 CardName = Annotated[str | None, typer.Option("--card", help="Estimate times for this card, such as rtx4090.")]
 DevicePeak = Annotated[
     str | None, typer.Option(metavar="FLOPS,BANDWIDTH", help='Of any other card: "165TFLOPS,1008GB/s".')
 ]
 ModelDevice = Annotated[
-    ModelDeviceName | None,
+    str | None,
     typer.Option(
-        help="Where to build the model; on meta it takes no memory. A shape is on meta unless told otherwise."
+        metavar="cpu|cuda|meta",
+        help="Where to build the model; on meta it takes no memory. A shape is on meta unless told otherwise.",
     ),
 ]
 Size = Annotated[int | None, typer.Option(min=1, help="Of the samples of a shape: tokens, or pixels on each side.")]
@@ -95,10 +81,10 @@ def plan(
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         recompute=recompute,
-        device=device and device.value,
+        device=device,
         card=card,
         device_peak=device_peak,
-        model_device=model_device and model_device.value,
+        model_device=model_device,
         size=size,
         estimate=estimate,
     )

@@ -15,7 +15,7 @@ from torch import nn
 
 import bigbatch as bb
 from bigbatch.cli.devices import device_named
-from bigbatch.errors import BudgetError, OptionError, TaskError, TraceError, warn
+from bigbatch.errors import BudgetError, DeviceError, OptionError, TaskError, TraceError, warn
 from bigbatch.planning.advice import what_else, with_advice, wrong_tool
 from bigbatch.planning.cards import Card, find_card, parse_peak
 from bigbatch.planning.costs import MemoryProfile
@@ -37,6 +37,7 @@ from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, json_ready
 
 _WIDTH = 120
+_PLANNED_FOR = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,14 @@ class Wanted:
         return card
 
     def found_device(self, card: Card | None) -> str:
-        """Where it will run."""
+        """Where it will run, here or elsewhere.
+
+        Raises:
+            DeviceError: It is no device that plans are made for.
+        """
+        if self.device not in (None, *_PLANNED_FOR):
+            wanted = " or ".join(_PLANNED_FOR)
+            raise DeviceError(f"--device {self.device}: a plan is for {wanted}. Give one of these.", _PLANNED_FOR)
         if self.device is not None:
             return self.device
         if card is not None:
