@@ -34,7 +34,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def is_compiled(model: nn.Module) -> bool:
+def is_compiled_as_a_whole(model: nn.Module) -> bool:
     """Whether torch.compile runs it as a whole."""
     inside = model._modules.get("module") if isinstance(model, nn.parallel.DistributedDataParallel) else None
     return any(

@@ -11,7 +11,7 @@ from torch import nn
 
 from bigbatch.errors import ArgumentError, warn
 from bigbatch.memory.checkpointing import run_recomputed
-from bigbatch.memory.naming import is_compiled, resolve, unwrapped
+from bigbatch.memory.naming import is_compiled_as_a_whole, resolve, unwrapped
 from bigbatch.memory.switching import put_off_own_switch, put_on, put_on_segment, take_off
 from bigbatch.values import Plan
 
@@ -127,7 +127,7 @@ def apply(plan: Plan | None, model: nn.Module) -> Recomputing:
             f"Gradient checkpointing was switched on in {num_switched_off} modules of this model. While a plan is "
             f"applied, the plan alone says what is recomputed."
         )
-    if plan is not None and (plan.keep or plan.offload) and is_compiled(model):
+    if plan is not None and (plan.keep or plan.offload) and is_compiled_as_a_whole(model):
         warn(
             "keep= and offload= have no effect in a compiled model: the compiler decides what it keeps of a recomputed "
             "module, and where. Leave them out, or do not compile."
