@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from bigbatch.checking import check_choice, check_keep, check_offload, check_recompute
 from bigbatch.errors import OptionError
 from bigbatch.peers import OUR_WORDS, to_peer
 
@@ -111,17 +112,12 @@ class Plan(_Json):
             size = getattr(self, name)
             if size is not None or name == "micro_batch_size":
                 check_positive(name, size)
-        listed = isinstance(self.recompute, tuple | list)
-        if not listed or not all(_is_name_or_group(entry) for entry in self.recompute):
-            raise OptionError(
-                f"recompute={self.recompute!r}; it holds names of modules and tuples of such names: "
-                f'recompute=("blocks.0", ("blocks.1", "blocks.2")).'
-            )
+        check_recompute(self.recompute)
         # A list would make the plan unhashable, and unequal to its own JSON.
         object.__setattr__(self, "recompute", tuple(e if isinstance(e, str) else tuple(e) for e in self.recompute))
-        _check_keep(self.keep, self.recompute)
+        check_keep(self.keep, self.recompute)
         object.__setattr__(self, "keep", tuple((name, kept) for name, kept in self.keep))
-        _check_offload(self.offload, self.recompute)
+        check_offload(self.offload, self.recompute)
         object.__setattr__(self, "offload", tuple(self.offload))
 
     @property
@@ -261,11 +257,11 @@ class StepOptions:
     batch_dims: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("batch_norm", self.batch_norm, ("merge", "exact", "frozen", "native"))
-        _check_choice("dropout", self.dropout, ("native", "per-sample"))
-        _check_choice("on_non_finite", self.on_non_finite, ("raise", "skip"))
-        _check_choice("reduce", self.reduce, ("after", "overlap", "each"))
-        _check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
+        check_choice("batch_norm", self.batch_norm, ("merge", "exact", "frozen", "native"))
+        check_choice("dropout", self.dropout, ("native", "per-sample"))
+        check_choice("on_non_finite", self.on_non_finite, ("raise", "skip"))
+        check_choice("reduce", self.reduce, ("after", "overlap", "each"))
+        check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
         check_positive("max_skipped", self.max_skipped)
         for name in ("grow_after", "max_tokens", "pad_to_multiple_of"):
             if getattr(self, name) is not None:
@@ -349,51 +345,6 @@ def _check_lengths(options: StepOptions) -> None:
                 f"{name}= has no effect without {other}=. Samples are grouped by length where they are still a list: "
                 "collate=..., length=lambda sample: len(sample['input_ids']), and max_tokens=... or a micro-batch size."
             )
-
-
-def _check_choice(name: str, found: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(found, str) or found not in choices:
-        raise OptionError(f"{name}={found!r}; it is one of {', '.join(map(repr, choices))}.")
-
-
-def _check_keep(keep: Any, recompute: tuple[str | tuple[str, ...], ...]) -> None:
-    pairs = isinstance(keep, tuple | list) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in keep)
-    if not pairs or not all(isinstance(word, str) for pair in keep for word in pair):
-        raise OptionError(f'keep={keep!r}; it holds pairs of a name and a word: keep=(("blocks.0", "attention"),).')
-    for name, kept in keep:
-        _check_choice(f"keep[{name!r}]", kept, ("attention", "matmul"))
-        if name not in recompute:
-            groups = [entry for entry in recompute if name in entry and not isinstance(entry, str)]
-            raise OptionError(
-                f"keep names {name!r}, which is recomputed in the group {groups[0]!r}; of a group nothing is kept. "
-                f"Write its names one by one in recompute=, or leave {name!r} out of keep=."
-                if groups
-                else f"keep names {name!r}, which is not recomputed, so all of it is kept anyway. Write {name!r} in "
-                f"recompute= too, or leave it out of keep=."
-            )
-    if len({name for name, _ in keep}) < len(keep):
-        raise OptionError(f'keep={keep!r} names a module twice; "matmul" keeps attention too: name each once.')
-
-
-def _check_offload(offload: Any, recompute: tuple[str | tuple[str, ...], ...]) -> None:
-    if not isinstance(offload, tuple | list) or not all(isinstance(name, str) for name in offload):
-        raise OptionError(f'offload={offload!r}; it holds names of recomputed modules: offload=("blocks.0",).')
-    groups = [entry for entry in recompute if not isinstance(entry, str) and entry]
-    for name in offload:
-        if name in recompute or any(name == group[0] for group in groups):
-            continue
-        inside = [group for group in groups if name in group]
-        raise OptionError(
-            f"offload names {name!r}, which is not the first of its group {inside[0]!r}: only the input of the group "
-            f"is kept. Write {inside[0][0]!r}."
-            if inside
-            else f"offload names {name!r}, which is not recomputed, and what it saves stays where it is. Write "
-            f"{name!r} in recompute= too, or leave it out of offload=."
-        )
-
-
-def _is_name_or_group(entry: object) -> bool:
-    return isinstance(entry, str) or (isinstance(entry, tuple | list) and all(isinstance(name, str) for name in entry))
 
 
 def _is_positive(number: object) -> bool:
