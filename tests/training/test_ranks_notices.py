@@ -62,13 +62,13 @@ def test_a_rank_starts_none():
 def test_each_rank_has_the_card_of_its_number(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
 
-    assert device_of(Rank(5, 8, 1, 4), torch.device("cuda")) == torch.device("cuda", 1)
-    assert device_of(Rank(), torch.device("cuda")) == torch.device("cuda")
-    assert device_of(Rank(7, 8, 3, 4), torch.device("cpu")) == torch.device("cpu")
+    assert device_of(Rank(5, 8, 1, 4), "cuda") == torch.device("cuda", 1)
+    assert device_of(Rank(), "cuda") == torch.device("cuda")
+    assert device_of(Rank(7, 8, 3, 4), "cpu") == torch.device("cpu")
     with pytest.raises(
         bb.DistributedError, match="Rank 7 is number 3 on its host and needs a card of its own, but torch"
     ):
-        device_of(Rank(7, 8, 3, 4), torch.device("cuda"))
+        device_of(Rank(7, 8, 3, 4), "cuda")
 
 
 def test_one_process_needs_no_process_group():

@@ -99,12 +99,13 @@ ALONE = Group()
 """One process."""
 
 
-def device_of(rank: Rank, device: torch.device) -> torch.device:
+def device_of(rank: Rank, name: torch.device | str) -> torch.device:
     """The device of a rank: of several cards, the one with its number on its host.
 
     Raises:
         DistributedError: There are fewer cards on this host than ranks.
     """
+    device = torch.device(name)
     if device.type != "cuda" or rank.world_size == 1:
         return device
     count = torch.cuda.device_count()
