@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bigbatch as bb
-from bigbatch.stepping.coupled.whole_batch import TwoPasses
-from bigbatch.stepping.precision import Precision
 from tests.reference import (
     RecordingSGD,
     assert_same_gradients,
@@ -511,15 +509,6 @@ def test_nothing_is_kept_when_the_step_is_over():
 def test_what_is_no_function_of_two_arguments_is_refused(forward, loss, match):
     with pytest.raises(bb.ArgumentError, match=match):
         bb.WholeBatchLoss(forward, loss)
-
-
-def test_several_ranks_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    passes = TwoPasses(bb.WholeBatchLoss(lambda m, b: m(b), lambda z, b: z.std()), Precision("fp32", "cpu"))
-
-    with pytest.raises(bb.DistributedError, match="has 2 ranks, .* outputs of its own rank"):
-        passes.prepared(None, None, None, None, None).__enter__()  # pyright: ignore[reportArgumentType]
 
 
 def test_one_micro_batch_is_one_forward():

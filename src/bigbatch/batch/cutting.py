@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from bigbatch.batch.structure import UNSET, beside, children, hides_arrays, is_array, joined, rebuilt
+from bigbatch.batch.structure import UNSET, beside, children, hides_arrays, is_array, joined, mapped, rebuilt
 from bigbatch.errors import BatchError, EmptyBatchError
 
 _NOT_DECLARED = object()
@@ -30,6 +30,23 @@ class _Node:
         if self.inside is None:
             return self.value
         return rebuilt(self.value, [node.mapped(change) for node in self.inside])
+
+    def emptied(self) -> _Node:
+        """The same without samples, on the host."""
+        value, inside = self.value, self.inside
+        if self.dim is not None:
+            value = _copied_to_host(_window(value, self.dim, 0, 0))
+        elif inside is not None:
+            inside = [node.emptied() for node in inside]
+            value = rebuilt(value, [node.value for node in inside])
+        else:
+            value = mapped(_copied_to_host, value)
+        return _Node(value, self.path, self.dim, inside)
+
+
+def _copied_to_host(value: Any) -> Any:
+    """Without the storage that a view is a part of."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _window(value: Any, dim: int, start: int, length: int) -> Any:
@@ -57,6 +74,10 @@ class Layout:
     def mapped(self, change: Callable[[Any, int], Any]) -> Any:
         """The batch with ``change(value, dim)`` in the place of each value that is cut."""
         return self.root.mapped(change)
+
+    def emptied(self) -> Layout:
+        """The layout of the same batch without samples, on the host: for a rank that has none."""
+        return Layout(0, self.root.emptied())
 
 
 def lay_out(batch: Any, batch_dims: Mapping[str, int | None] | None = None) -> Layout:

@@ -1,7 +1,8 @@
 r"""Contrastive losses of a whole batch whose N x N similarities are never there at once.
 
 They are computed in chunks of rows against all columns, and each chunk again in backward, so the memory is
-O(chunk x N). The numbers are those of the plain formulas.
+O(chunk x N). The numbers are those of the plain formulas. In the loss of a ``WholeBatchLoss`` over several ranks, each
+rank computes its part of the rows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch.errors import LossError
+from bigbatch.stepping.coupled.sharing import summed
 from bigbatch.stepping.precision import at_least_float32
 from bigbatch.values import check_positive
 
@@ -168,11 +170,15 @@ def _in_chunks(
 ) -> torch.Tensor:
     """The sum of ``chunk(rows, b, start, *others)`` over the rows of ``a``; each is computed again in backward."""
     check_positive("chunk_size", chunk_size)
-    found = [
-        checkpoint(chunk, rows, b, k * chunk_size, *others, use_reentrant=False, preserve_rng_state=False)
-        for k, rows in enumerate(a.split(chunk_size))
-    ]
-    return torch.stack(found).sum(0)
+
+    def of_rows(first: int, stop: int, a: torch.Tensor, b: torch.Tensor, *others: Scale) -> torch.Tensor:
+        found = [
+            checkpoint(chunk, rows, b, first + k * chunk_size, *others, use_reentrant=False, preserve_rng_state=False)
+            for k, rows in enumerate(a[first:stop].split(chunk_size))
+        ]
+        return torch.stack(found).sum(0)
+
+    return summed(of_rows, len(a), a, b, *others)
 
 
 def _ready(rows: torch.Tensor, normalize: bool) -> torch.Tensor:

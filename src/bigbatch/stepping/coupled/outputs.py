@@ -34,6 +34,13 @@ def opened(leaf: Any) -> Any:
     return leaf.term if isinstance(leaf, Sum) else leaf
 
 
+def detached(leaf: Any) -> Any:
+    """The same without its graph."""
+    if isinstance(leaf, Sum):
+        return Sum(leaf.term.detach())
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def num_rows(leaf: Any) -> int | None:
     """Rows of samples; None where there are none."""
     return leaf.shape[0] if isinstance(leaf, torch.Tensor) else None
@@ -69,42 +76,61 @@ def check_leaf(path: str, leaf: Any, num_samples: int = 0) -> None:
         )
 
 
-def joined_leaves(parts: Sequence[Sequence[tuple[str, Any]]]) -> Iterator[Any]:
-    """The leaves of the whole batch, from those of the micro-batches; consumes nothing."""
+def joined_leaves(parts: Sequence[Sequence[tuple[str, Any]]], of: str = "micro-batches") -> Iterator[Any]:
+    """The leaves of the whole batch, from those of the micro-batches or "ranks"; consumes nothing."""
     names = [[path for path, _ in part] for part in parts]
+    one, start = ("rank", 0) if of == "ranks" else ("micro-batch", 1)
     for k, other in enumerate(names):
         if other != names[0]:
-            raise LossError(f"forward returned {other} for micro-batch {k + 1}, but {names[0]} for the first one.")
+            raise LossError(f"forward returned {other} for {one} {k + start}, but {names[0]} for {one} {start}.")
     for i, (path, first) in enumerate(parts[0]):
         leaves = [part[i][1] for part in parts]
+        if any(isinstance(leaf, Sum) != isinstance(first, Sum) for leaf in leaves):
+            raise LossError(f"{shown(path)} of forward is a bb.Sum for some {of}, but not for others.")
         if isinstance(first, Sum):
-            yield _added(path, [leaf.term for leaf in leaves])
-        elif isinstance(first, torch.Tensor):
-            _check_same_shapes(path, [leaf.shape[1:] for leaf in leaves])
+            yield _added(path, [leaf.term for leaf in leaves], of)
+        elif all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            _check_same_shapes(path, [leaf.shape[1:] for leaf in leaves], of)
             yield torch.cat(leaves)
         else:
-            if any(leaf is not first and leaf != first for leaf in leaves):
+            of_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+            if of_tensors or any(leaf is not first and leaf != first for leaf in leaves):
                 raise LossError(
-                    f"{shown(path)} of forward is {leaves[:3]} in the micro-batches, and nobody knows how these are "
+                    f"{shown(path)} of forward is {leaves[:3]} in the {of}, and nobody knows how these are "
                     f"put together. Return a tensor with a row for each sample, or bb.Sum(tensor)."
                 )
             yield first
 
 
-def _added(path: str, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    _check_same_shapes(path, [term.shape for term in terms])
+def _added(path: str, terms: Sequence[torch.Tensor], of: str) -> torch.Tensor:
+    _check_same_shapes(path, [term.shape for term in terms], of)
     first, *others = terms
-    wide = at_least_float32(first.dtype) if first.is_floating_point() else first.dtype
+    return sum((widened(term) for term in others), start=widened(first, copy=True)).to(_dtype_of_sum(first))
+
+
+def widened(term: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    """It in the dtype that it is added up in."""
+    is_real = term.is_floating_point()
+    return term.to(at_least_float32(term.dtype) if is_real else _dtype_of_sum(term), copy=copy)
+
+
+def _dtype_of_sum(term: torch.Tensor) -> torch.dtype:
     # A bool is counted, as its sum is.
-    return sum((term.to(wide) for term in others), start=first.to(wide, copy=True)).to(
-        first.dtype if first.dtype != torch.bool else torch.int64
-    )
+    return torch.int64 if term.dtype == torch.bool else term.dtype
 
 
-def _check_same_shapes(path: str, shapes: Sequence[torch.Size]) -> None:
+def _check_same_shapes(path: str, shapes: Sequence[torch.Size], of: str) -> None:
     if len(set(shapes)) > 1:
         found = ", ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes))
         raise LossError(
-            f"{shown(path)} of forward has other shapes in other micro-batches: {found}, without the samples. Outputs "
+            f"{shown(path)} of forward has other shapes in other {of}: {found}, without the samples. Outputs "
             f"of a sample have one shape: pool over what is padded, or pad it to one length."
         )
+
+
+def without_samples(leaf: Any) -> Any:
+    """The leaf of a batch of no samples, on the host: rows of the same kind, a sum of zeros, or the same value."""
+    if isinstance(leaf, Sum):
+        # Without room for its numbers, of which there may be many.
+        return Sum(torch.zeros((), dtype=leaf.term.dtype).expand(leaf.term.shape))
+    return leaf.new_empty((0, *leaf.shape[1:]), device="cpu") if isinstance(leaf, torch.Tensor) else leaf

@@ -8,13 +8,16 @@ $$ \nabla_\theta L = \sum_k \nabla_\theta \sum_{i \in B_k} \langle o_i(\theta), 
 so two passes give the exact gradient: outputs without graph, the loss and $g$ once, and then the outputs again, each
 micro-batch with its graph and the backward from its rows of $g$. The second pass draws the random numbers of the first
 (Gao et al., 2021, https://arxiv.org/abs/2101.06983, who name it GradCache).
+
+Over several ranks the outputs of all are put together between the two passes (``over_ranks``). A rank with a single
+micro-batch keeps its graph until then, and runs its forward once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +26,20 @@ from bigbatch.batch.logical import LogicalBatch, Piece, Pieces
 from bigbatch.batch.moving import on_device
 from bigbatch.errors import ArgumentError, LossError
 from bigbatch.memory.out_of_memory import is_out_of_memory
-from bigbatch.stepping.checks import check_one_process, why_not_called
+from bigbatch.stepping.checks import why_not_called
+from bigbatch.stepping.coupled.batch_of_ranks import layout_of
+from bigbatch.stepping.coupled.known_gradients import with_gradients
 from bigbatch.stepping.coupled.outputs import (
     can_vary,
     check_leaf,
+    detached,
     joined_leaves,
     named_leaves,
     num_rows,
     opened,
     with_leaves,
 )
+from bigbatch.stepping.coupled.over_ranks import alike, check_inside, put_together, share_of
 from bigbatch.stepping.gradients import graph_of, leaves_of
 from bigbatch.stepping.losses import Sum, terms_of
 from bigbatch.stepping.placing import say_where
@@ -67,7 +74,8 @@ class WholeBatchLoss:
         loss: Called as ``loss(outputs, batch)`` with the outputs of the whole batch, a ``Sum`` as its tensor, and the
             batch as the step got it, on the device (with ``collate``, all samples collated; of a ``LogicalBatch``,
             its ``whole``). Returns a 0-d tensor, or a dict or tuple of them that are added up. Parameters in it, such
-            as a temperature, get their gradient once.
+            as a temperature, get their gradient once. Over several ranks it is called on each, with outputs and
+            batch of all of them.
 
     Raises:
         ArgumentError: One of them is no function of two arguments.
@@ -103,10 +111,19 @@ class WholeBatchLoss:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A micro-batch, and the how manyth it is."""
+    """A micro-batch, and the how manyth it is.
+
+    Attributes:
+        num_samples: In it, where that is known.
+        idle: It counts nothing, and runs because other ranks have one more.
+        is_last: None comes after it on this rank.
+    """
 
     micro_batch: Any
     number: int
+    num_samples: int
+    idle: bool
+    is_last: bool
 
 
 @dataclass
@@ -116,9 +133,9 @@ class _Between:
     Attributes:
         paths: Of the leaves of the outputs.
         sizes: By micro-batch, the rows of each leaf; None for one that is added up or no tensor.
-        terms: The loss of the whole batch.
-        gradients: At each leaf; None where there is none.
-        inside: Parameters in the loss, with their gradients.
+        terms: The loss of the whole batch; zeros where another rank counts it.
+        gradients: At each leaf, the rows of this rank; None where there is none.
+        inside: Parameters in the loss, with their gradients; zeros where another rank counts them.
         unit: What the gradients were begun with: the loss scale.
         before: Random numbers before each micro-batch.
         after: Those after the loss.
@@ -133,10 +150,11 @@ class _Between:
     before: list[Generators]
     after: Generators
 
-    def rows(self, number: int) -> Iterator[torch.Tensor | None]:
-        """The gradients at the leaves of a micro-batch."""
+    def rows(self, numbered: _Numbered) -> Iterator[torch.Tensor | None]:
+        """The gradients at the leaves of a micro-batch; of one that counts nothing, those of all."""
+        number = numbered.number
         for i, gradient in enumerate(self.gradients):
-            size = self.sizes[number][i]
+            size = None if numbered.idle else self.sizes[number][i]
             if gradient is None or size is None:
                 yield gradient
             else:
@@ -157,11 +175,12 @@ class TwoPasses:
         self._precision = precision
         self._whole: Any = None
         self._between: _Between | None = None
+        self._meeting: tuple[Accumulator, Pieces] | None = None  # with the other ranks, when there are some
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing of a batch is kept."""
-        return self._whole is None and self._between is None
+        return self._whole is None and self._between is None and self._meeting is None
 
     @contextmanager
     def prepared(
@@ -180,13 +199,14 @@ class TwoPasses:
             pieces: Its micro-batches.
             undo, statistics: With which buffers are put back after the first pass, so that they are updated once.
         """
-        check_one_process("bb.WholeBatchLoss", "it sees the outputs of its own rank alone")
         listed = list(pieces.pieces)
-        numbered = [piece._replace(micro_batch=_Numbered(piece.micro_batch, k)) for k, piece in enumerate(listed)]
-        pieces = Pieces(numbered, len(listed), pieces.totals)
-        self._whole = whole_of(batch, listed, of.options)
+        pieces = replace(pieces, pieces=list(_numbered(listed)), count=len(listed))
+        self._whole = whole_of(batch, [piece for piece in listed if not piece.idle], of.options)
+        self._meeting = (of, pieces) if of.ranks.are_several else None
+        # Collectives inside the model must come in the same order on all ranks, so there all have two passes.
+        may_run_once = self._meeting is None or not of.ranks.reducer.reduces_inside
         try:
-            if len(listed) > 1:
+            if not (len(listed) == 1 and may_run_once):
                 self._between = self._first(of, pieces)
                 undo.restore(random_numbers=False)
                 if statistics:
@@ -194,35 +214,58 @@ class TwoPasses:
                     statistics.start()
             yield pieces
         finally:
-            self._whole = self._between = None
+            self._whole = self._between = self._meeting = None
 
     def second(self, model: Any, numbered: _Numbered) -> dict[str, Sum]:
         """What a micro-batch adds to the loss, with the gradient of the loss of the whole batch."""
-        between = self._between
-        if between is None:
+        if self._between is None and self._meeting is None:
             return self._given.at_once(model, numbered.micro_batch, self._whole)
+        if self._between is None:
+            found, self._between = self._once(model, numbered)
+        else:
+            found = self._again(self._between, model, numbered)
+        between = self._between
+        pairs = [
+            (opened(leaf), torch.zeros_like(opened(leaf)) if numbered.idle else gradient)
+            for (_, leaf), gradient in zip(found, between.rows(numbered), strict=True)
+            if gradient is not None
+        ]
+        # At the end, because DDP reduces in the last backward and waits for all parameters there.
+        inside = between.inside if numbered.is_last else []
+        is_first = numbered.number == 0
+        terms = {name: term if is_first else torch.zeros_like(term) for name, term in between.terms.items()}
+        carrier = next(iter(terms))
+        terms[carrier] = with_gradients(terms[carrier], [*pairs, *inside], between.unit)
+        return {name: Sum(term) for name, term in terms.items()}
+
+    def _again(self, between: _Between, model: Any, numbered: _Numbered) -> list[tuple[str, Any]]:
+        """The outputs of a micro-batch whose forward has run before, now with their graph."""
         number = numbered.number
-        between.before[number].restore()
+        if not numbered.idle:
+            between.before[number].restore()
         found = list(named_leaves(self._given.forward(model, numbered.micro_batch)))
         if number == len(between.before) - 1:
             between.after.restore()
-        _check_same_again(found, between, number)
-        pairs = [
-            (opened(leaf), gradient)
-            for (_, leaf), gradient in zip(found, between.rows(number), strict=True)
-            if gradient is not None
-        ]
-        is_first = number == 0
-        terms = {name: term if is_first else torch.zeros_like(term) for name, term in between.terms.items()}
-        carrier = next(iter(terms))
-        terms[carrier] = _with_gradients(terms[carrier], [*pairs, *(between.inside if is_first else [])], between.unit)
-        return {name: Sum(term) for name, term in terms.items()}
+        if not numbered.idle:
+            _check_same_again(found, between, number)
+        return found
+
+    def _once(self, model: Any, numbered: _Numbered) -> tuple[list[tuple[str, Any]], _Between]:
+        """The outputs of the only micro-batch of this rank, with their graph, and what the others make of them."""
+        outputs = self._given.forward(model, numbered.micro_batch)
+        found = list(named_leaves(outputs))
+        for path, leaf in found:
+            check_leaf(path, leaf, numbered.num_samples)
+        return found, self._over_ranks(outputs, [[(path, detached(leaf)) for path, leaf in found]], [])
 
     def _first(self, of: Accumulator, pieces: Pieces) -> _Between:
         outputs, before, done = [], [], []
         device = of.device
         with torch.no_grad():
             for piece in on_device(pieces.pieces, device):
+                if piece.idle:
+                    self._idle_forward(of, piece)
+                    continue
                 done.append(piece.num_samples)
                 masks = of.dropout.forward(piece.num_samples, first=sum(done[:-1]))
                 try:
@@ -236,13 +279,40 @@ class TwoPasses:
                     say_where(error, done, pieces)
                     raise
                 del piece
-            nesting, parts = outputs[0], [list(named_leaves(one)) for one in outputs]
+            nesting, parts = outputs[0] if outputs else None, [list(named_leaves(one)) for one in outputs]
             del outputs
+            if self._meeting is not None:
+                return self._over_ranks(nesting, parts, before)
             paths, sizes = [path for path, _ in parts[0]], [[num_rows(leaf) for _, leaf in part] for part in parts]
             leaves = list(joined_leaves(parts))
         whole = next(iter(on_device([Piece(self._whole, 0, {})], device))).micro_batch
         terms, gradients, inside, unit = self._differentiated(nesting, leaves, whole, device)
         return _Between(paths, sizes, terms, gradients, inside, unit, before, Generators(device, everywhere=True))
+
+    def _idle_forward(self, of: Accumulator, piece: Piece) -> None:
+        """Where all ranks must run as many forwards, because there are collectives in them."""
+        if of.ranks.reducer.must_run_together:
+            with self._precision.forward(of.device.type), of.dropout.forward(piece.num_samples):
+                self._given.forward(of.model, piece.micro_batch.micro_batch)
+
+    def _over_ranks(self, nesting: Any, parts: list[list[tuple[str, Any]]], before: list[Generators]) -> _Between:
+        """The loss over the outputs of all ranks, of which those of this one are given."""
+        assert self._meeting is not None
+        of, pieces = self._meeting
+        sizes = [[num_rows(leaf) for _, leaf in part] for part in parts]
+        share = share_of(nesting, parts, layout_of(self._whole, of.options)) if parts else None
+        parts.clear()  # the rows are in the share, and soon in the whole
+        whole = put_together(of.ranks, share, of.device)
+        with alike(of.ranks, whole, of.device):
+            of_all = self._differentiated(whole.share.nesting, whole.leaves, whole.batch, of.device)
+        terms, gradients, inside, unit = of_all
+        check_inside([p for p, _ in inside], of.model)
+        if not pieces.part.has_constants:
+            terms = {name: torch.zeros_like(term) for name, term in terms.items()}
+            inside = [(p, torch.zeros_like(g)) for p, g in inside]
+        after = Generators(of.device, everywhere=True)
+        paths = [path for path, _ in whole.share.leaves]
+        return _Between(paths, sizes, terms, whole.own_rows(gradients), inside, unit, before, after)
 
     def _differentiated(self, nesting: Any, leaves: list[Any], batch: Any, device: torch.device) -> Any:
         """The loss of the whole batch, its gradients at the leaves and at what is in it, and what these began with."""
@@ -283,28 +353,10 @@ _LESS_MEMORY = (
     "Smaller micro-batches do not make it need less memory; computing it in chunks of rows does, as bb.info_nce, "
     "bb.siglip and bb.sup_con do."
 )
-_NO_WHOLE = "It was given None as the batch, because the LogicalBatch has none: LogicalBatch(micro_batches, whole=...)."
-
-
-class _WithGradients(torch.autograd.Function):
-    """A number whose gradients at some tensors are known: a chain rule that begins there."""
-
-    @staticmethod
-    def forward(ctx: Any, number: torch.Tensor, unit: Any, gradients: Sequence[Any], *tensors: torch.Tensor) -> Any:
-        ctx.unit, ctx.gradients = unit, gradients
-        return number.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, start: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # With a loss scale the gradients have it already, or 16 bits would have lost them; and so has the start.
-        factor = start if ctx.unit is None else start / ctx.unit
-        wanted = zip(ctx.gradients, ctx.needs_input_grad[3:], strict=True)
-        return None, None, None, *(g * factor.to(g) if needed else None for g, needed in wanted)
-
-
-def _with_gradients(number: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], unit: Any) -> Any:
-    return _WithGradients.apply(number, unit, [g for _, g in pairs], *(tensor for tensor, _ in pairs))
+_NO_WHOLE = (
+    "It was given None as the batch, because the LogicalBatch has none, LogicalBatch(micro_batches, whole=...), or on "
+    "several ranks one whose samples cannot be told: return what the loss needs from forward."
+)
 
 
 def whole_of(batch: Any, pieces: Sequence[Piece], options: StepOptions) -> Any:
@@ -313,7 +365,15 @@ def whole_of(batch: Any, pieces: Sequence[Piece], options: StepOptions) -> Any:
         return pieces[0].micro_batch if batch.whole is None and len(pieces) == 1 else batch.whole
     if options.collate is None:
         return batch
+    if not pieces:
+        return None  # a rank without samples
     return pieces[0].micro_batch if len(pieces) == 1 else options.collate(list(batch))
+
+
+def _numbered(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    for k, piece in enumerate(pieces):
+        inner = _Numbered(piece.micro_batch, k, piece.num_samples, piece.idle, is_last=k == len(pieces) - 1)
+        yield piece._replace(micro_batch=inner)
 
 
 def _check_same_again(found: Sequence[tuple[str, Any]], between: _Between, number: int) -> None:

@@ -4,11 +4,13 @@ A rank gets its share of the logical batch, of whatever length. Two exchanges of
 safe. Before the first forward each rank says how many micro-batches it has and how much they weigh, so that $W$ is
 known: the weight of the batch over all ranks. After the last backward each says whether it has failed, and its part of
 the loss. Nobody begins a collective of many bytes before all have said that they are well, so a rank that ran out of
-memory is not waited for: all undo the step and make it again.
+memory is not waited for: all undo the step and make it again. Between the two, ranks that need the outputs of one
+another meet as often as they send some; a rank that fails is heard at the next meeting, wherever that is.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +47,7 @@ class Ranks:
         self.rank = self.group.rank() if self.group is not None else 0
         self._farewell: Farewell | None = None
         self._num_agreed = 0
-        self.num_told = 0  # numbers in the exchange after the last backward
+        self.num_told = 0  # numbers in each exchange after the one before the first forward
         self.kinds: Any = []  # of the terms of the loss, for a rank that has not seen it
 
     @property
@@ -69,7 +71,7 @@ class Ranks:
 
     def tell(self, row: Sequence[float]) -> list[list[float]]:
         """The numbers of each rank, by rank; all give as many."""
-        with self._named_failures() as device:
+        with self.named_failures() as device:
             rows = torch.zeros(self.size, len(row), dtype=torch.float64, device=device)
             rows[self.rank] = torch.tensor(row, dtype=torch.float64)
             dist.all_reduce(rows, group=self.group)  # each row is added to zeros, which is exact
@@ -77,20 +79,20 @@ class Ranks:
 
     def tell_object(self, value: Any) -> list[Any]:
         """The value of each rank, by rank: anything that can be pickled. Only where something is unusual."""
-        with self._named_failures():
+        with self.named_failures():
             found: list[Any] = [None] * self.size
             dist.all_gather_object(found, value, group=self.group)
             return found
 
     def from_rank(self, rank: int, value: Any) -> Any:
         """The value of one rank, on all."""
-        with self._named_failures():
+        with self.named_failures():
             box = [value]
             dist.broadcast_object_list(box, group=self.group, group_src=rank)
             return box[0]
 
     @contextmanager
-    def _named_failures(self) -> Iterator[torch.device]:
+    def named_failures(self) -> Iterator[torch.device]:
         """Say which rank it was when a collective fails."""
         if self._farewell is None:
             self._farewell = Farewell.of(self.group)
@@ -102,20 +104,21 @@ class Ranks:
                 raise
             raise self._farewell.explained(error) from error
 
-    def agree(self, failure: Exception | None, row: Sequence[float]) -> list[list[float]]:
+    def agree(self, failure: Exception | None, row: Sequence[float], *, at: str = "") -> list[list[float]]:
         """The numbers of each rank, when all are well.
 
         Args:
             failure: Of this rank; None when it is well.
             row: As many numbers on each rank, also on one that failed.
+            at: Where in the step this is, which must be the same on all ranks.
 
         Raises:
             RankMemoryError: Memory ran out on other ranks, and this one is to try again with them.
-            DistributedError: Another rank failed in another way.
+            DistributedError: Another rank failed in another way, or is elsewhere.
             Exception: ``failure``.
         """
         self._num_agreed += 1
-        rows = self.tell([_state_of(failure), float(self._num_agreed), *row])
+        rows = self.tell([_state_of(failure), float(self._num_agreed), float(zlib.crc32(at.encode())), *row])
         if len({row[1] for row in rows}) > 1:
             raise DistributedError(
                 f"The ranks are at different steps: they have talked {[int(row[1]) for row in rows]} times. Call the "
@@ -124,7 +127,25 @@ class Ranks:
         states = [row[0] for row in rows]
         if any(states):
             self._raise_together(states, failure)
-        return [row[2:] for row in rows]
+        if len({row[2] for row in rows}) > 1:
+            places = {rank: place or "the end" for rank, place in enumerate(self.tell_object(at))}
+            raise DistributedError(
+                f"The ranks are at different places of the step: {places}. The loss of a WholeBatchLoss must do the "
+                f"same on every rank; so must what it only looks at, such as a mean that one rank prints."
+            )
+        return [row[3:] for row in rows]
+
+    def meet(self, at: str, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """Hear from each rank in the middle of a step that it is well, before something large is sent.
+
+        Whatever a rank allocates for what is sent must be there before: it cannot tell the others any more.
+
+        Args:
+            at: See ``agree``.
+            numbers: A few that the others get.
+        """
+        assert len(numbers) <= self.num_told
+        return self.agree(None, [*numbers, *[0.0] * (self.num_told - len(numbers))], at=at)
 
     def _raise_together(self, states: list[float], failure: Exception | None) -> NoReturn:
         said = self.tell_object(None if failure is None else _words(failure))
@@ -190,7 +211,7 @@ class Ranks:
         return [idle] * (needed - counts[self.rank])
 
     def fail(self, error: Exception) -> None:
-        """Tell the others that this rank failed between the two exchanges. Returns when the error is to be raised.
+        """Tell the others that this rank failed after the first exchange. Returns when the error is to be raised.
 
         Raises:
             DistributedError: Another rank failed in a way that cannot be tried again; or others wait for this one in a
@@ -200,6 +221,8 @@ class Ranks:
             return
         if self.reducer.reduces_inside:
             raise self.left(error) from error
+        if isinstance(error, DistributedError):
+            return  # which all have been told
         try:
             self.agree(error, [0.0] * self.num_told)
         except Exception as agreed:

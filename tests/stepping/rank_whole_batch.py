@@ -1,0 +1,468 @@
+"""Cases for the workers: losses that look across the samples of all ranks, against the one big batch in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as Wrapped
+
+import bigbatch as bb
+from bigbatch.stepping.coupled import contrastive
+from tests.reference import big_batch_gradients, gradient_error, slice_batch
+from tests.stepping.coupled import LOSSES, Encoder, make_batch
+from tests.stepping.rank_cases import Trouble, gradients_of, lengths
+from tests.stepping.rank_models import counted, error_of
+
+# By name, how many samples there are, and how many each of up to four ranks has.
+SHARES: dict[str, Callable[[int], list[int]]] = {
+    "equal": lambda size: [3] * size,
+    "uneven": lambda size: [5, 1, 4, 2][:size] if size > 1 else [7],
+    "empty rank": lambda size: [*lengths(8, size, last_is_empty=True)],
+    "empty first": lambda size: [0, *lengths(8, size - 1, last_is_empty=False)] if size > 1 else [8],
+}
+
+
+def encoder(dropout: float = 0.0) -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(dropout).double()
+
+
+def in_micro_batches(share: dict[str, Tensor], micro: int | str) -> tuple[Any, int | None]:
+    """The batch and the micro-batch size; "uneven" is cut by hand: 1, then 2, then 3 and so on."""
+    if micro != "uneven":
+        return share, int(micro)
+    return bb.LogicalBatch([slice_batch(share, *cut) for cut in cuts(len(share["t"]), micro)], whole=share), None
+
+
+def cuts(num: int, micro: int | str) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    start = 0
+    while start < num:
+        size = len(found) + 1 if micro == "uneven" else int(micro)
+        found.append((start, min(start + size, num)))
+        start += size
+    return found
+
+
+def share_of(batch: dict[str, Tensor], sizes: list[int], rank: int) -> dict[str, Tensor]:
+    first = sum(sizes[:rank])
+    return slice_batch(batch, first, first + sizes[rank])
+
+
+def truth(name: str, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor | None], float]:
+    coupled = LOSSES[name]
+    loss, found = coupled.reference(encoder(), batch, [len(batch["t"])])
+    return found, float(loss)
+
+
+def wrapped(model: Any, wrap: str, group: Any) -> Any:
+    if wrap == "fsdp2":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        fully_shard(model.body, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return Wrapped(model, process_group=group)
+
+
+def gradient_case(group: Any, name: str, shares: str, micro: int | str, *, steps: bool = False) -> dict[str, float]:
+    """How far gradient and loss of all ranks are from those of the big batch, by ``accumulate`` or by a ``Step``."""
+    sizes = SHARES[shares](group.size())
+    batch = make_batch(sum(sizes))
+    expected, loss = truth(name, batch)
+    inner = encoder()
+    model = Wrapped(inner, process_group=group)
+    loss_fn = LOSSES[name].loss_fn(inner)
+    given, size = in_micro_batches(share_of(batch, sizes, group.rank()), micro)
+    if steps:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = {n: p.detach().clone() for n, p in inner.named_parameters()}
+        result = bb.Step(model, loss_fn, optimizer, micro_batch_size=size)(given)
+        found = {n: before[n] - p.detach() for n, p in inner.named_parameters()}
+        expected = {n: torch.zeros_like(before[n]) if g is None else g for n, g in expected.items()}
+    else:
+        result = bb.accumulate(model, loss_fn, given, micro_batch_size=size)
+        found = gradients_of(model)
+    return {
+        "gradient": gradient_error(found, expected),
+        "loss": abs(float(result.loss) - loss) / abs(loss),
+        "weight": float(result.weight) - sum(sizes),
+        "own": abs(sum(result.micro_batch_sizes) - sizes[group.rank()]),
+    }
+
+
+def own_negatives_case(group: Any, name: str) -> float:
+    """Control: each rank has the loss of its own share, and DDP averages."""
+    sizes = SHARES["equal"](group.size())
+    batch = make_batch(sum(sizes))
+    coupled, inner = LOSSES[name], encoder()
+    model, share = Wrapped(inner, process_group=group), share_of(batch, sizes, group.rank())
+    coupled.plain(inner, coupled.outputs(model, share), share).backward()
+    found = {n: g for n, g in gradients_of(model).items() if not n.startswith("router")}
+    return gradient_error(found, {n: g for n, g in truth(name, batch)[0].items() if n in found})
+
+
+def inside_case(group: Any, wrap: str, reduce: str, shares: str, micro: int) -> dict[str, float]:
+    """Gradients that are summed inside backward: of FSDP2, and of DDP in the last one."""
+    sizes = SHARES[shares](group.size())
+    batch = make_batch(sum(sizes))
+
+    def forward(m: Any, b: Any) -> Any:
+        return m(b["a"]), m(b["b"])
+
+    def make() -> nn.Module:
+        inner: Any = encoder()
+        del inner.router, inner.bias
+        if wrap == "fsdp2":
+            del inner.log_scale
+        return inner
+
+    def loss_of(inner: Any) -> Callable[[Any, Any], Tensor]:
+        scale = (lambda: 3.0) if wrap == "fsdp2" else (lambda: inner.log_scale.exp())
+        return lambda o, b: bb.info_nce(*o, scale=scale()) + (b["t"] * o[0].sum(1)).std()
+
+    def plain(model: Any, batch: Any) -> Tensor:
+        return loss_of(model)(forward(model, batch), batch)
+
+    expected, inner = big_batch_gradients(make(), plain, batch), make()
+    model = wrapped(inner, wrap, group)
+    loss_fn = bb.WholeBatchLoss(forward, loss_of(inner))
+    given = share_of(batch, sizes, group.rank())
+    errors, result = [], None
+    for _ in range(2):  # DDP makes its buckets anew in the second
+        result = bb.accumulate(model, loss_fn, given, micro_batch_size=micro, reduce=reduce)
+        errors.append(gradient_error(gradients_of(model), expected))
+        model.zero_grad()
+    assert result is not None
+    return {"gradient": max(errors), "loss": abs(float(result.loss) - float(plain(make(), batch).detach()))}
+
+
+def dropout_case(group: Any, micro: int) -> dict[str, Any]:
+    """With dropout, against the big batch whose masks are those that the ranks have drawn."""
+    sizes = SHARES["uneven"](group.size())
+    batch, coupled = make_batch(sum(sizes)), LOSSES["InfoNCE"]
+    inner, outputs, after = encoder(0.3), [], None
+    reference = encoder(0.3)
+    for rank in range(group.size()):
+        torch.manual_seed(100 + rank)
+        share = share_of(batch, sizes, rank)
+        outputs += [coupled.outputs(reference, slice_batch(share, *cut)) for cut in cuts(sizes[rank], micro)]
+        if rank == group.rank():
+            after = torch.get_rng_state()
+    joined = {name: torch.cat([one[name] for one in outputs]) for name in ("a", "b")}
+    coupled.plain(reference, joined, batch).backward()
+    torch.manual_seed(100 + group.rank())
+    model = Wrapped(inner, process_group=group)
+    result = bb.accumulate(model, coupled.loss_fn(inner), share_of(batch, sizes, group.rank()), micro_batch_size=micro)
+    found = gradients_of(model)
+    expected = gradients_of(reference)
+    goes_on = after is not None and torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(100)  # control: every rank with the masks of the first
+    other = encoder(0.3)
+    coupled.plain(other, coupled.outputs(other, batch), batch).backward()
+    return {
+        "gradient": gradient_error(found, expected),
+        "control": gradient_error(gradients_of(other), expected),
+        "goes on": goes_on,
+        "exactness": result.exactness,
+    }
+
+
+@contextlib.contextmanager
+def watched_rows(trouble: Callable[[int], Any] = lambda number: None) -> Iterator[list[int]]:
+    """The rows of each chunk that is computed, in forward and again in backward; ``trouble`` gets its number."""
+    found: list[int] = []
+    before = contrastive._similarities
+
+    def similarities(rows: Tensor, columns: Tensor) -> Tensor:
+        found.append(len(rows))
+        trouble(len(found))
+        return before(rows, columns)
+
+    contrastive._similarities = similarities
+    try:
+        yield found
+    finally:
+        contrastive._similarities = before
+
+
+def rows_case(group: Any, num_samples: int) -> list[int]:
+    """The rows that this rank computes of all pairs."""
+    sizes = lengths(num_samples, group.size(), last_is_empty=False)
+    inner = encoder()
+    loss_fn = bb.WholeBatchLoss(LOSSES["SigLIP"].outputs, lambda o, b: bb.siglip(o["a"], o["b"], chunk_size=4))
+    with watched_rows() as found:
+        share = share_of(make_batch(num_samples), sizes, group.rank())
+        bb.accumulate(Wrapped(inner, process_group=group), loss_fn, share, micro_batch_size=3)
+    return found
+
+
+def failing_case(group: Any, where: str, kind: str, bad: list[int], micro: int = 2, **options: Any) -> dict[str, Any]:
+    """Three steps; in the second, something fails on the ranks ``bad``, once. What is left, to compare over ranks."""
+    sizes = [4] * group.size()
+    inner = encoder()
+    model = Wrapped(inner, process_group=group)
+    trouble = Trouble("forward", kind, armed=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    passes = {"first pass": 1, "second pass": 3, "only pass": 0}
+
+    def forward(m: Any, b: Any) -> dict[str, Tensor]:
+        if where in passes:
+            trouble.happen()
+        found = LOSSES["InfoNCE"].outputs(m, b)
+        if where == "backward" and found["a"].requires_grad:
+            found["a"].register_hook(lambda gradient: gradient * trouble.happen())
+        return found
+
+    def loss(o: Any, b: Any) -> Tensor:
+        if where == "loss":
+            trouble.happen()
+        return bb.info_nce(o["a"], o["b"], scale=inner.log_scale.exp(), chunk_size=3) + (b["t"] * o["a"].sum(1)).std()
+
+    # Chunks of this rank: two directions in forward, two in backward.
+    at_row = {"rows": 2, "rows again": 4}.get(where)
+    num_chunks = -(-4 // 3)
+    step = bb.Step(model, bb.WholeBatchLoss(forward, loss), optimizer, micro_batch_size=micro, **options)
+    said = ""
+    for i in range(3):
+        trouble.armed, trouble.calm = i == 1 and group.rank() in bad, passes.get(where, 0)
+        happens = lambda n: trouble.happen() if at_row and n == at_row * num_chunks else None  # noqa: E731
+        with watched_rows(happens):
+            try:
+                result = step(share_of(make_batch(sum(sizes)), sizes, group.rank()))
+                said += f"{'skipped' if result.skipped else 'done'}, {result.retries} retries; "
+            except bb.BigBatchError as error:
+                said += f"{type(error).__name__}: {error}; "
+            except Exception as error:
+                said += f"own {type(error).__name__}: {error}; "
+    return {
+        "weights": {n: p.detach().clone() for n, p in inner.named_parameters()},
+        "said": said,
+        "happened": trouble.happened,
+        "num_steps": step.num_steps,
+        "size": step.micro_batch_size,
+        "gradients": [n for n, p in inner.named_parameters() if p.grad is not None],
+    }
+
+
+def truth_after(num_steps: int, num_ranks: int) -> dict[str, Tensor]:
+    """Weights after so many steps in one process."""
+    model, batch = encoder(), make_batch(4 * num_ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(num_steps):
+        o = LOSSES["InfoNCE"].outputs(model, batch)
+        (LOSSES["InfoNCE"].plain(model, o, batch) + (batch["t"] * o["a"].sum(1)).std()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def collectives_case(group: Any, name: str, micro: int) -> dict[str, int]:
+    """What is communicated in the second of two steps."""
+    sizes = [4] * group.size()
+    inner = encoder()
+    model = Wrapped(inner, process_group=group)
+    step = bb.Step(
+        model, LOSSES[name].loss_fn(inner), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro
+    )
+    share = share_of(make_batch(sum(sizes)), sizes, group.rank())
+    step(share)
+    with counted() as found:
+        step(share)
+    return dict(found)
+
+
+def batch_case(group: Any, how: str) -> dict[str, Any]:
+    """What the loss gets as the batch: that of all ranks, however it is handed over."""
+    sizes = [3, 2, 0][: group.size()]
+    batch = make_batch(sum(sizes))
+    share = share_of(batch, sizes, group.rank())
+    model = Wrapped(encoder(), process_group=group)
+    options: dict[str, Any] = {"micro_batch_size": 2}
+    seen: dict[str, Any] = {}
+
+    def look(b: Any) -> Tensor:
+        seen["y"] = b["y"].tolist()
+        seen["type"] = type(b).__name__
+        if how == "others":
+            seen.update(
+                names=b["names"], array=b["array"].tolist(), number=float(b["number"]), turned=b["turned"].shape
+            )
+            return b["turned"].sum(0)
+        return b["t"]
+
+    given: Any = share
+    if how == "collate":
+        given = [slice_batch(share, i, i + 1) for i in range(sizes[group.rank()])]
+        options["collate"] = lambda samples: {n: torch.cat([s[n] for s in samples]) for n in batch}
+    if how == "logical":
+        parts = [slice_batch(share, *cut) for cut in cuts(sizes[group.rank()], 2)]
+        given, options = bb.LogicalBatch(parts, whole=share), {}
+    if how == "others":
+        first = sum(sizes[: group.rank()])
+        numbers = list(range(first, first + sizes[group.rank()]))
+        turned = torch.stack([share["t"], share["t"]])
+        extra = {"names": [f"n{i}" for i in numbers], "array": torch.tensor(numbers).numpy(), "turned": turned}
+        given = {**share, **extra, "number": torch.tensor(7.0)}
+        options["batch_dims"] = {"turned": 1}
+    loss_fn = bb.WholeBatchLoss(lambda m, b: m(b["a"]), lambda z, b: (z.sum(1) * look(b)).std())
+    bb.accumulate(model, loss_fn, given, **options)
+    factor = 2 if how == "others" else 1
+    expected = big_batch_gradients(encoder(), lambda m, b: (m(b["a"]).sum(1) * b["t"] * factor).std(), batch)
+    return {
+        "gradient": gradient_error(gradients_of(model), expected),
+        "right": seen["y"] == batch["y"].tolist(),
+        **seen,
+    }
+
+
+def looks_case(group: Any) -> tuple[int, int]:
+    """Collectives of a step whose loss looks at nothing of the batch, and at two tensors of it."""
+    sizes = [2] * group.size()
+    share = share_of(make_batch(sum(sizes)), sizes, group.rank())
+    model = Wrapped(encoder(), process_group=group)
+    found = []
+    for loss in (lambda z, b: z.std(), lambda z, b: (z.sum(1) * b["t"] * b["t"] * b["y"]).std()):
+        with counted() as collectives:
+            bb.accumulate(model, bb.WholeBatchLoss(lambda m, b: m(b["a"]), loss), share, micro_batch_size=1)
+        found.append(collectives["all_gather_single"] + collectives["all_gather_into_tensor"])
+    return found[0], found[1]
+
+
+def told_case(group: Any) -> dict[str, str]:
+    """What is wrong, as each rank is told it; nothing is left behind, and the next step works."""
+    sizes = [2] * group.size()
+    share = share_of(make_batch(sum(sizes)), sizes, group.rank())
+    rank, inner = group.rank(), encoder()
+    model, beside = Wrapped(inner, process_group=group), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def accumulated(forward: Any, loss: Any, batch: Any = share, **options: Any) -> str:
+        options.setdefault("micro_batch_size", 1)
+        said = error_of(lambda: bb.accumulate(model, bb.WholeBatchLoss(forward, loss), batch, **options))
+        assert said == "no error" or all(p.grad is None for p in model.parameters()), said
+        model.zero_grad()
+        return said
+
+    def rows(m: Any, b: Any) -> Tensor:
+        return m(b["a"])
+
+    def peeks(z: Tensor, b: Any) -> Tensor:
+        if rank == 0:
+            b["t"].mean()
+        return z.std()
+
+    def sums(m: Any, b: Any) -> Any:
+        return {"z": rows(m, b), "flag": bb.Sum(rows(m, b)) if rank else rows(m, b)}
+
+    padded = {**share, "long": torch.ones(2, 3 + rank)}
+    return {
+        "peeks": accumulated(rows, peeks),
+        "other names": accumulated(lambda m, b: {f"z{rank}": rows(m, b)}, lambda o, b: o["z0"].std()),
+        "other shapes": accumulated(lambda m, b: rows(m, b)[:, : 2 + rank], lambda o, b: o.std()),
+        "other dtypes": accumulated(lambda m, b: rows(m, b).float() if rank else rows(m, b), lambda o, b: o.std()),
+        "other values": accumulated(lambda m, b: (rows(m, b), rank), lambda o, b: o[0].std()),
+        "other kinds": accumulated(sums, lambda o, b: o["z"].std()),
+        "padded": accumulated(rows, lambda z, b: (z.sum(1) * b["long"].sum(1)).std(), padded),
+        "padded, not looked at": accumulated(rows, lambda z, b: z.std(), padded),
+        "beside": accumulated(rows, lambda z, b: z.std() * beside),
+        "not sent": accumulated(lambda m, b: (rows(m, b), (x for x in ())), lambda o, b: o[0].std()),
+        "well": accumulated(rows, lambda z, b: z.std()),
+    }
+
+
+def random_loss_case(group: Any) -> dict[str, Any]:
+    """A loss that draws: the same on all ranks, another in the next step; each rank goes on with its own."""
+    sizes = [3, 1, 0][: group.size()]
+    batch = make_batch(sum(sizes))
+    model = Wrapped(encoder(), process_group=group)
+    torch.manual_seed(group.rank())
+    drawn: list[float] = []
+    chosen: list[Tensor] = []
+
+    def loss(z: Tensor, b: Any) -> Tensor:
+        drawn.append(float(torch.rand(())))
+        chosen.append(torch.randperm(len(z)))
+        return (z[:-1] * z[chosen[-1]][:-1]).sum(1).exp().mean()
+
+    step = bb.Step(
+        model,
+        bb.WholeBatchLoss(lambda m, b: m(b["a"]), loss),
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        micro_batch_size=2,
+    )
+    for _ in range(2):
+        step(share_of(batch, sizes, group.rank()))
+    return {"drawn": drawn, "own": float(torch.rand(()))}
+
+
+def precise_case(group: Any, precision: str) -> dict[str, Any]:
+    """Under autocast: how far from float64, and how far the big batch in one process is."""
+    sizes = SHARES["uneven"](group.size())
+    batch = {n: t.float() if t.is_floating_point() else t for n, t in make_batch(sum(sizes)).items()}
+    coupled = LOSSES["InfoNCE"]
+    assert coupled.ours is not None
+    expected = big_batch_gradients(encoder(), lambda m, b: coupled.plain(m, coupled.outputs(m, b), b), batch)
+    alone, inner = encoder().float(), encoder().float()
+    model = Wrapped(inner, process_group=group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if precision == "fp16" else None
+    dtype = torch.float16 if scaler else torch.bfloat16
+    with torch.autocast("cpu", dtype=dtype):
+        o = coupled.outputs(alone, batch)
+        loss = coupled.ours(alone, o, batch)
+    (loss * (scaler.get_scale() if scaler else 1.0)).backward()
+    result = bb.accumulate(
+        model,
+        coupled.loss_fn(inner),
+        share_of(batch, sizes, group.rank()),
+        micro_batch_size=2,
+        precision=scaler or precision,
+    )
+    unscaled = 2.0**10 if scaler else 1.0
+    errors = []
+    for found in (gradients_of(alone), gradients_of(model)):
+        errors.append(gradient_error({n: None if g is None else g / unscaled for n, g in found.items()}, expected))
+    return {"alone": errors[0], "ranks": errors[1], "loss": float(result.loss), "plain": float(loss.detach())}
+
+
+def frozen_case(group: Any) -> float:
+    """Only the temperature in the loss is trained; it is used on no rank's forward."""
+    sizes = SHARES["empty rank"](group.size())
+    batch, inner = make_batch(sum(sizes)), encoder()
+    for name, p in inner.named_parameters():
+        p.requires_grad_(name == "log_scale")
+    model = Wrapped(inner, process_group=group)
+    bb.accumulate(model, LOSSES["InfoNCE"].loss_fn(inner), share_of(batch, sizes, group.rank()), micro_batch_size=2)
+    found = gradients_of(model)["log_scale"]
+    assert found is not None
+    expected = truth("InfoNCE", batch)[0]["log_scale"]
+    return gradient_error({"log_scale": found}, {"log_scale": expected})
+
+
+def steps_case(group: Any) -> dict[str, Any]:
+    """Ten steps of AdamW with clipping over growing shares against one process, with exact replicas."""
+    batches = [make_batch(6 + i % 5) for i in range(10)]
+    inner, alone = encoder(), encoder()
+    model = Wrapped(inner, process_group=group)
+    losses = [[], []]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (alone, inner)]
+    step = bb.Step(model, LOSSES["SupCon"].loss_fn(inner), optimizers[1], micro_batch_size=2, max_grad_norm=0.5)
+    for i, batch in enumerate(batches):
+        loss = LOSSES["SupCon"].plain(alone, LOSSES["SupCon"].outputs(alone, batch), batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        losses[0].append(float(loss.detach()))
+        sizes = lengths(len(batch["t"]), group.size(), last_is_empty=i % 2 == 0)
+        losses[1].append(float(step(share_of(batch, sizes, group.rank())).loss))
+    weights = {n: p.detach().clone() for n, p in inner.named_parameters()}
+    expected = {n: p.detach() for n, p in alone.named_parameters()}
+    return {
+        "losses": max(abs(a - b) for a, b in zip(*losses, strict=True)),
+        "error": gradient_error(weights, expected),
+        "weights": weights,
+    }
