@@ -21,7 +21,7 @@ from tests.stepping.rank_models import counted, error_of
 
 # By name, how many samples there are, and how many each of up to four ranks has.
 SHARES: dict[str, Callable[[int], list[int]]] = {
-    "equal": lambda size: [3] * size,
+    "equal": lambda size: [5] * size,
     "uneven": lambda size: [5, 1, 4, 2][:size] if size > 1 else [7],
     "empty rank": lambda size: [*lengths(8, size, last_is_empty=True)],
     "empty first": lambda size: [0, *lengths(8, size - 1, last_is_empty=False)] if size > 1 else [8],
@@ -211,17 +211,16 @@ def failing_case(group: Any, where: str, kind: str, bad: list[int], micro: int =
     passes = {"first pass": 1, "second pass": 3, "only pass": 0}
 
     def forward(m: Any, b: Any) -> dict[str, Tensor]:
-        if where in passes:
-            trouble.happen()
-        found = LOSSES["InfoNCE"].outputs(m, b)
+        factor = trouble.happen() if where in passes else 1.0
+        found = {name: rows * factor for name, rows in LOSSES["InfoNCE"].outputs(m, b).items()}
         if where == "backward" and found["a"].requires_grad:
             found["a"].register_hook(lambda gradient: gradient * trouble.happen())
         return found
 
     def loss(o: Any, b: Any) -> Tensor:
-        if where == "loss":
-            trouble.happen()
-        return bb.info_nce(o["a"], o["b"], scale=inner.log_scale.exp(), chunk_size=3) + (b["t"] * o["a"].sum(1)).std()
+        factor = trouble.happen() if where == "loss" else 1.0
+        pairs = bb.info_nce(o["a"], o["b"], scale=inner.log_scale.exp(), chunk_size=3)
+        return pairs * factor + (b["t"] * o["a"].sum(1)).std()
 
     # Chunks of this rank: two directions in forward, two in backward.
     at_row = {"rows": 2, "rows again": 4}.get(where)
@@ -237,6 +236,8 @@ def failing_case(group: Any, where: str, kind: str, bad: list[int], micro: int =
                 said += f"{'skipped' if result.skipped else 'done'}, {result.retries} retries; "
             except bb.BigBatchError as error:
                 said += f"{type(error).__name__}: {error}; "
+                if kind == "kill":
+                    return {"said": said}
             except Exception as error:
                 said += f"own {type(error).__name__}: {error}; "
     return {

@@ -167,6 +167,26 @@ def test_an_error_on_one_rank_is_told_on_the_others(ranks, where):
     assert gradient_error(found[0]["weights"], cases.truth_after(2, 3)) <= 1e-10
 
 
+@pytest.mark.parametrize("where", ["first pass", "loss", "backward"])
+def test_ranks_skip_a_step_together_when_one_is_not_finite(ranks, where):
+    found = ranks.run(3, cases.failing_case, where, "nan", [1], on_non_finite="skip")
+
+    assert {rank["said"] for rank in found} == {"done, 0 retries; skipped, 0 retries; done, 0 retries; "}
+    assert gradient_error(same_everywhere(found)["weights"], cases.truth_after(2, 3)) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["first pass", "second pass", "loss", "rows", "rows again"])
+def test_a_killed_rank_ends_the_others_with_its_number(where):
+    with workers(3) as own:
+        found = own.answers(3, cases.failing_case, where, "kill", [1], then_end=True)
+
+    assert found.pop(1) == (False, "the process is gone")
+    for well, answer in found.values():
+        assert well, answer
+        assert "DistributedError: Rank 1 is gone: the process has ended" in answer["said"]
+
+
 def test_with_raise_all_ranks_undo_the_step_when_memory_runs_out_on_one(ranks):
     found = ranks.run(2, cases.failing_case, "first pass", "memory", [1], on_out_of_memory="raise")
 
@@ -221,7 +241,7 @@ TOLD = {
     "other kinds": "LossError: The output 'flag' of forward is a bb.Sum for some ranks, but not for others",
     "padded": "LossError: The loss of WholeBatchLoss looks at a tensor of the batch that cannot be put together",
     "padded, not looked at": "no error",
-    "beside": "DistributedError: The loss of WholeBatchLoss reaches parameters of shape [()] that are not in the model",
+    "beside": "LossError: The loss of WholeBatchLoss reaches parameters of shape [()] that are not in the model",
     "not sent": "LossError: ",
     "well": "no error",
 }

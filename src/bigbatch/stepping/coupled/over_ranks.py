@@ -20,7 +20,7 @@ from torch import nn
 
 from bigbatch.batch.cutting import Layout
 from bigbatch.batch.moving import moved
-from bigbatch.errors import DistributedError, LossError
+from bigbatch.errors import LossError
 from bigbatch.stepping.coupled.batch_of_ranks import of_all_ranks, without_tensors
 from bigbatch.stepping.coupled.outputs import (
     joined_leaves,
@@ -179,12 +179,11 @@ def check_inside(parameters: Sequence[torch.Tensor], model: nn.Module) -> None:
     """Raise unless the gradients of these, which the loss itself uses, are reduced over ranks like all others.
 
     Raises:
-        DistributedError: One is not in the model.
-        LossError: One is spread over the ranks.
+        LossError: One is not in the model, or spread over the ranks.
     """
     known = {id(p) for p in model.parameters()}
     if strangers := [tuple(p.shape) for p in parameters if id(p) not in known]:
-        raise DistributedError(
+        raise LossError(
             f"The loss of WholeBatchLoss reaches parameters of shape {strangers} that are not in the model, so nothing "
             f"keeps them equal over the ranks. Put them into the model that DistributedDataParallel wraps."
         )

@@ -28,7 +28,7 @@ from bigbatch.errors import ArgumentError, LossError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.checks import why_not_called
 from bigbatch.stepping.coupled.batch_of_ranks import layout_of
-from bigbatch.stepping.coupled.known_gradients import with_gradients
+from bigbatch.stepping.coupled.between import Between, Numbered, check_same_again, with_gradients, with_numbers
 from bigbatch.stepping.coupled.outputs import (
     can_vary,
     check_leaf,
@@ -109,59 +109,6 @@ class WholeBatchLoss:
         return {name: Sum(value) for name, value in terms.items()}
 
 
-@dataclass(frozen=True)
-class _Numbered:
-    """A micro-batch, and the how manyth it is.
-
-    Attributes:
-        num_samples: In it, where that is known.
-        idle: It counts nothing, and runs because other ranks have one more.
-        is_last: None comes after it on this rank.
-    """
-
-    micro_batch: Any
-    number: int
-    num_samples: int
-    idle: bool
-    is_last: bool
-
-
-@dataclass
-class _Between:
-    """What the second pass needs of the first.
-
-    Attributes:
-        paths: Of the leaves of the outputs.
-        sizes: By micro-batch, the rows of each leaf; None for one that is added up or no tensor.
-        terms: The loss of the whole batch; zeros where another rank counts it.
-        gradients: At each leaf, the rows of this rank; None where there is none.
-        inside: Parameters in the loss, with their gradients; zeros where another rank counts them.
-        unit: What the gradients were begun with: the loss scale.
-        before: Random numbers before each micro-batch.
-        after: Those after the loss.
-    """
-
-    paths: list[str]
-    sizes: list[list[int | None]]
-    terms: dict[str, torch.Tensor]
-    gradients: list[torch.Tensor | None]
-    inside: list[tuple[torch.Tensor, torch.Tensor]]
-    unit: torch.Tensor | None
-    before: list[Generators]
-    after: Generators
-
-    def rows(self, numbered: _Numbered) -> Iterator[torch.Tensor | None]:
-        """The gradients at the leaves of a micro-batch; of one that counts nothing, those of all."""
-        number = numbered.number
-        for i, gradient in enumerate(self.gradients):
-            size = None if numbered.idle else self.sizes[number][i]
-            if gradient is None or size is None:
-                yield gradient
-            else:
-                start = sum(sizes[i] or 0 for sizes in self.sizes[:number])
-                yield gradient[start : start + size]
-
-
 class TwoPasses:
     """Runs a ``WholeBatchLoss`` for a step: the first pass and the loss, then its part in the loop over micro-batches.
 
@@ -174,7 +121,7 @@ class TwoPasses:
         self._given = given
         self._precision = precision
         self._whole: Any = None
-        self._between: _Between | None = None
+        self._between: Between | None = None
         self._meeting: tuple[Accumulator, Pieces] | None = None  # with the other ranks, when there are some
 
     @property
@@ -200,7 +147,7 @@ class TwoPasses:
             undo, statistics: With which buffers are put back after the first pass, so that they are updated once.
         """
         listed = list(pieces.pieces)
-        pieces = replace(pieces, pieces=list(_numbered(listed)), count=len(listed))
+        pieces = replace(pieces, pieces=list(with_numbers(listed)), count=len(listed))
         self._whole = whole_of(batch, [piece for piece in listed if not piece.idle], of.options)
         self._meeting = (of, pieces) if of.ranks.are_several else None
         # Collectives inside the model must come in the same order on all ranks, so there all have two passes.
@@ -216,7 +163,7 @@ class TwoPasses:
         finally:
             self._whole = self._between = self._meeting = None
 
-    def second(self, model: Any, numbered: _Numbered) -> dict[str, Sum]:
+    def second(self, model: Any, numbered: Numbered) -> dict[str, Sum]:
         """What a micro-batch adds to the loss, with the gradient of the loss of the whole batch."""
         if self._between is None and self._meeting is None:
             return self._given.at_once(model, numbered.micro_batch, self._whole)
@@ -238,7 +185,7 @@ class TwoPasses:
         terms[carrier] = with_gradients(terms[carrier], [*pairs, *inside], between.unit)
         return {name: Sum(term) for name, term in terms.items()}
 
-    def _again(self, between: _Between, model: Any, numbered: _Numbered) -> list[tuple[str, Any]]:
+    def _again(self, between: Between, model: Any, numbered: Numbered) -> list[tuple[str, Any]]:
         """The outputs of a micro-batch whose forward has run before, now with their graph."""
         number = numbered.number
         if not numbered.idle:
@@ -247,10 +194,10 @@ class TwoPasses:
         if number == len(between.before) - 1:
             between.after.restore()
         if not numbered.idle:
-            _check_same_again(found, between, number)
+            check_same_again(found, between, number)
         return found
 
-    def _once(self, model: Any, numbered: _Numbered) -> tuple[list[tuple[str, Any]], _Between]:
+    def _once(self, model: Any, numbered: Numbered) -> tuple[list[tuple[str, Any]], Between]:
         """The outputs of the only micro-batch of this rank, with their graph, and what the others make of them."""
         outputs = self._given.forward(model, numbered.micro_batch)
         found = list(named_leaves(outputs))
@@ -258,7 +205,7 @@ class TwoPasses:
             check_leaf(path, leaf, numbered.num_samples)
         return found, self._over_ranks(outputs, [[(path, detached(leaf)) for path, leaf in found]], [])
 
-    def _first(self, of: Accumulator, pieces: Pieces) -> _Between:
+    def _first(self, of: Accumulator, pieces: Pieces) -> Between:
         outputs, before, done = [], [], []
         device = of.device
         with torch.no_grad():
@@ -287,7 +234,7 @@ class TwoPasses:
             leaves = list(joined_leaves(parts))
         whole = next(iter(on_device([Piece(self._whole, 0, {})], device))).micro_batch
         terms, gradients, inside, unit = self._differentiated(nesting, leaves, whole, device)
-        return _Between(paths, sizes, terms, gradients, inside, unit, before, Generators(device, everywhere=True))
+        return Between(paths, sizes, terms, gradients, inside, unit, before, Generators(device, everywhere=True))
 
     def _idle_forward(self, of: Accumulator, piece: Piece) -> None:
         """Where all ranks must run as many forwards, because there are collectives in them."""
@@ -295,7 +242,7 @@ class TwoPasses:
             with self._precision.forward(of.device.type), of.dropout.forward(piece.num_samples):
                 self._given.forward(of.model, piece.micro_batch.micro_batch)
 
-    def _over_ranks(self, nesting: Any, parts: list[list[tuple[str, Any]]], before: list[Generators]) -> _Between:
+    def _over_ranks(self, nesting: Any, parts: list[list[tuple[str, Any]]], before: list[Generators]) -> Between:
         """The loss over the outputs of all ranks, of which those of this one are given."""
         assert self._meeting is not None
         of, pieces = self._meeting
@@ -312,7 +259,7 @@ class TwoPasses:
             inside = [(p, torch.zeros_like(g)) for p, g in inside]
         after = Generators(of.device, everywhere=True)
         paths = [path for path, _ in whole.share.leaves]
-        return _Between(paths, sizes, terms, whole.own_rows(gradients), inside, unit, before, after)
+        return Between(paths, sizes, terms, whole.own_rows(gradients), inside, unit, before, after)
 
     def _differentiated(self, nesting: Any, leaves: list[Any], batch: Any, device: torch.device) -> Any:
         """The loss of the whole batch, its gradients at the leaves and at what is in it, and what these began with."""
@@ -368,23 +315,6 @@ def whole_of(batch: Any, pieces: Sequence[Piece], options: StepOptions) -> Any:
     if not pieces:
         return None  # a rank without samples
     return pieces[0].micro_batch if len(pieces) == 1 else options.collate(list(batch))
-
-
-def _numbered(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    for k, piece in enumerate(pieces):
-        inner = _Numbered(piece.micro_batch, k, piece.num_samples, piece.idle, is_last=k == len(pieces) - 1)
-        yield piece._replace(micro_batch=inner)
-
-
-def _check_same_again(found: Sequence[tuple[str, Any]], between: _Between, number: int) -> None:
-    """Raise ``LossError`` when the second forward of a micro-batch gives other outputs than the first one."""
-    now = [(path, num_rows(leaf)) for path, leaf in found]
-    before = list(zip(between.paths, between.sizes[number], strict=True))
-    if now != before:
-        raise LossError(
-            f"forward returned outputs {now} (path, rows), but {before} for the same micro-batch the first time. It "
-            f"depends on more than the model and the micro-batch: a counter, a cache, a generator of its own."
-        )
 
 
 def _terms(returned: Any) -> dict[str, torch.Tensor]:
