@@ -375,6 +375,42 @@ def told_case(group: Any) -> dict[str, str]:
     }
 
 
+DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn)
+
+
+def dtypes_case(group: Any) -> dict[str, bool]:
+    """Whether rows and sums of any dtype are those of the big batch: rows bit by bit, with -0.0, NaN and no columns."""
+    sizes = SHARES["empty first"](group.size())
+    batch = make_batch(sum(sizes))
+    batch["t"][0], batch["t"][1] = -0.0, float("nan")
+    model = Wrapped(encoder(), process_group=group)
+    seen: dict[str, bool] = {}
+
+    def made(b: Any) -> dict[str, Tensor]:
+        return {
+            **{str(d): (b["a"][:, :3] * 3).to(d) for d in DTYPES},
+            "none": b["a"][:, :0],
+            "t": b["t"],
+        }
+
+    def forward(m: Any, b: Any) -> Any:
+        sums = {"any": bb.Sum((b["y"] > 1).any()), "n": bb.Sum(torch.tensor(len(b["y"]), dtype=torch.int16))}
+        return {"z": m(b["a"]), **made(b), **sums, "c": bb.Sum(torch.complex(b["a"].sum(), b["b"].sum()))}
+
+    def loss(o: Any, b: Any) -> Tensor:
+        for name, rows in made(batch).items():
+            same = [x.contiguous().view(torch.uint8).tolist() for x in (rows.reshape(-1), o[name].reshape(-1))]
+            seen[name] = o[name].shape == rows.shape and o[name].dtype == rows.dtype and same[0] == same[1]
+        seen["n"] = int(o["n"]) == sum(sizes) and o["n"].dtype == torch.int16
+        seen["any"] = o["any"].dtype == torch.int64
+        seen["c"] = bool(torch.isclose(o["c"], torch.complex(batch["a"].sum(), batch["b"].sum())))
+        return o["z"].std()
+
+    share = share_of(batch, sizes, group.rank())
+    bb.accumulate(model, bb.WholeBatchLoss(forward, loss), share, micro_batch_size=2)
+    return seen
+
+
 def random_loss_case(group: Any) -> dict[str, Any]:
     """A loss that draws: the same on all ranks, another in the next step; each rank goes on with its own."""
     sizes = [3, 1, 0][: group.size()]
@@ -441,6 +477,22 @@ def frozen_case(group: Any) -> float:
     assert found is not None
     expected = truth("InfoNCE", batch)[0]["log_scale"]
     return gradient_error({"log_scale": found}, {"log_scale": expected})
+
+
+def plan_case(group: Any, budgets: list[str]) -> dict[str, Any]:
+    """A step that plans at its first batch, each rank for its share alone; then it is that of all."""
+    sizes = [16] * group.size()
+    batch, inner = make_batch(sum(sizes)), encoder()
+    expected, _ = truth("InfoNCE", batch)
+    model = Wrapped(inner, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {n: p.detach().clone() for n, p in inner.named_parameters()}
+    loss_fn = LOSSES["InfoNCE"].loss_fn(inner)
+    step = bb.Step(model, loss_fn, optimizer, memory_budget=budgets[group.rank()])
+    sizes_run = step(share_of(batch, sizes, group.rank())).micro_batch_sizes
+    found = {n: before[n] - p.detach() for n, p in inner.named_parameters()}
+    wanted = {n: torch.zeros_like(before[n]) if g is None else g for n, g in expected.items()}
+    return {"sizes": sizes_run, "gradient": gradient_error(found, wanted)}
 
 
 def steps_case(group: Any) -> dict[str, Any]:

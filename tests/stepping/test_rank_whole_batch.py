@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from bigbatch.stepping.coupled.batch_of_ranks import Elsewhere
 from tests.reference import gradient_error
 from tests.stepping import rank_whole_batch as cases
 from tests.stepping.workers import Workers, workers
@@ -123,6 +127,15 @@ def test_each_rank_computes_its_part_of_all_pairs(ranks, num_samples):
     assert max(sum(rows) for rows in found) <= 2 * -(-num_samples // 4)
 
 
+@pytest.mark.slow
+def test_each_rank_plans_for_its_share_and_all_take_the_most_careful_plan(ranks):
+    found = ranks.run(2, cases.plan_case, ["16MiB", "20KiB"])
+
+    assert found[0]["sizes"] == found[1]["sizes"]
+    assert max(found[0]["sizes"]) < 16, "what rank 1 has room for"
+    assert max(rank["gradient"] for rank in found) <= 1e-12
+
+
 FAILURES = ["first pass", "second pass", "only pass", "loss", "rows", "rows again", "backward"]
 
 
@@ -222,6 +235,38 @@ def test_the_loss_gets_the_batch_of_all_ranks(ranks, how):
             assert found["array"] == list(range(5))
             assert found["number"] == 7.0
             assert tuple(found["turned"]) == (2, 5)
+
+
+def test_outputs_may_have_any_dtype(ranks):
+    for found in ranks.run(3, cases.dtypes_case):
+        assert set(found) > {"none", "n", "any", "c"}
+        assert found == dict.fromkeys(found, True)
+
+
+USES = {
+    "shape": lambda y, z: tuple(y.shape),
+    "length": lambda y, z: len(y),
+    "as an index": lambda y, z: z[y].tolist(),
+    "in an index": lambda y, z: z[1:3, y[:2]].tolist(),
+    "mask": lambda y, z: z[y > 0].tolist(),
+    "cross-entropy": lambda y, z: float(F.cross_entropy(z, y)),
+    "joined": lambda y, z: torch.cat([y, y]).tolist(),
+    "in a dict": lambda y, z: torch.stack(tensors=[y], dim=0).tolist(),
+    "on the right": lambda y, z: (z[:, 0] * y).tolist(),
+    "NumPy": lambda y, z: y.numpy().tolist(),
+    "one by one": lambda y, z: [int(label) for label in y],
+    "in place": lambda y, z: z.clone().index_add_(0, y, z).tolist(),
+    "copied": lambda y, z: copy.deepcopy(y).tolist(),
+    "operator": lambda y, z: torch.ops.aten.add(y, y).tolist(),
+    "text": lambda y, z: repr(y),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_tensor_that_is_elsewhere_is_used_like_any_other(use):
+    y, z = torch.tensor([1, 0, 2, 2]), torch.arange(16.0).view(4, 4)
+
+    assert USES[use](Elsewhere.found_by(lambda: y), z) == USES[use](y, z)
 
 
 def test_a_loss_that_draws_does_the_same_on_all_ranks(ranks):

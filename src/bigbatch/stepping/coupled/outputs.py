@@ -109,9 +109,9 @@ def _added(path: str, terms: Sequence[torch.Tensor], of: str) -> torch.Tensor:
 
 
 def widened(term: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-    """It in the dtype that it is added up in."""
-    is_real = term.is_floating_point()
-    return term.to(at_least_float32(term.dtype) if is_real else _dtype_of_sum(term), copy=copy)
+    """It in the dtype that it is added up in, which every backend can add."""
+    has_fraction = term.is_floating_point() or term.is_complex()
+    return term.to(at_least_float32(term.dtype) if has_fraction else torch.int64, copy=copy)
 
 
 def _dtype_of_sum(term: torch.Tensor) -> torch.dtype:
@@ -129,8 +129,14 @@ def _check_same_shapes(path: str, shapes: Sequence[torch.Size], of: str) -> None
 
 
 def without_samples(leaf: Any) -> Any:
-    """The leaf of a batch of no samples, on the host: rows of the same kind, a sum of zeros, or the same value."""
+    """The leaf of a batch of no samples, without numbers (on ``meta``, which can be sent in any dtype)."""
     if isinstance(leaf, Sum):
-        # Without room for its numbers, of which there may be many.
-        return Sum(torch.zeros((), dtype=leaf.term.dtype).expand(leaf.term.shape))
-    return leaf.new_empty((0, *leaf.shape[1:]), device="cpu") if isinstance(leaf, torch.Tensor) else leaf
+        return Sum(leaf.term.to("meta"))
+    return leaf.new_empty((0, *leaf.shape[1:]), device="meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def with_zeros(leaf: Any, device: torch.device) -> Any:
+    """What ``without_samples`` gave, with numbers: no rows, or a sum of zeros."""
+    if isinstance(leaf, Sum):
+        return Sum(torch.zeros_like(leaf.term, device=device))
+    return torch.zeros_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from bigbatch.batch.cutting import Layout
-from bigbatch.batch.moving import moved
 from bigbatch.errors import LossError
 from bigbatch.stepping.coupled.batch_of_ranks import of_all_ranks, without_tensors
 from bigbatch.stepping.coupled.outputs import (
@@ -29,6 +28,7 @@ from bigbatch.stepping.coupled.outputs import (
     shown,
     widened,
     with_leaves,
+    with_zeros,
     without_samples,
 )
 from bigbatch.stepping.coupled.sharing import shared_by
@@ -75,7 +75,7 @@ class Share:
         return Said(leaves, [num_rows(leaf) for _, leaf in self.leaves], without_tensors(self.layout))
 
     def emptied(self) -> Share:
-        """The same of no samples, on the host."""
+        """The same of no samples."""
         leaves = self.said().leaves
         nesting = with_leaves(self.nesting, [leaf for _, leaf in leaves])
         return Share(nesting, leaves, self.layout and self.layout.emptied())
@@ -147,7 +147,7 @@ def _lent(ranks: Ranks, share: Share | None, told: list[Said | None], device: to
     data = pickle.dumps(share.emptied()) if share is not None and ranks.rank == lender else None
     ranks.meet("shares are lent")
     empty: Share = pickle.loads(ranks.from_rank(lender, data))
-    empty.leaves = [(path, moved(leaf, device)) for path, leaf in empty.leaves]
+    empty.leaves = [(path, with_zeros(leaf, device)) for path, leaf in empty.leaves]
     return share or empty, [said or empty.said() for said in told]
 
 
