@@ -17,7 +17,7 @@ from bigbatch.stepping.coupled import contrastive
 from tests.reference import big_batch_gradients, gradient_error, slice_batch
 from tests.stepping.coupled import LOSSES, Encoder, make_batch
 from tests.stepping.rank_cases import Trouble, gradients_of, lengths
-from tests.stepping.rank_models import counted, error_of
+from tests.stepping.rank_models import counted, error_of, normed
 
 # By name, how many samples there are, and how many each of up to four ranks has.
 SHARES: dict[str, Callable[[int], list[int]]] = {
@@ -409,6 +409,27 @@ def dtypes_case(group: Any) -> dict[str, bool]:
     share = share_of(batch, sizes, group.rank())
     bb.accumulate(model, bb.WholeBatchLoss(forward, loss), share, micro_batch_size=2)
     return seen
+
+
+def batch_norm_case(group: Any, sizes: list[int], compiled: bool) -> dict[str, float]:
+    """Running statistics are merged over ranks, of which some have one micro-batch and others several."""
+    batch = make_batch(sum(sizes))
+    x = batch["a"][:, :3] + 100.0
+    first = sum(sizes[: group.rank()])
+    inner = normed()
+    torch._dynamo.reset()
+    model: Any = Wrapped(inner, process_group=group)
+    model = torch.compile(model, backend="eager") if compiled else model
+    loss_fn = bb.WholeBatchLoss(lambda m, b: m(b), lambda z, b: z.std())
+    share = x[first : first + sizes[group.rank()]]
+    for _ in range(2):
+        result = bb.accumulate(model, loss_fn, share, micro_batch_size=3)
+        assert result.exactness == "approximate"
+    expected = normed()
+    for _ in range(2):
+        expected(x)
+    both = zip(inner.buffers(), expected.buffers(), strict=True)
+    return {"error": max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in both)}
 
 
 def random_loss_case(group: Any) -> dict[str, Any]:

@@ -243,6 +243,12 @@ def test_outputs_may_have_any_dtype(ranks):
         assert found == dict.fromkeys(found, True)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_running_statistics_are_merged_over_ranks_whatever_their_micro_batches(ranks, compiled):
+    for found in ranks.run(3, cases.batch_norm_case, [3, 9, 2], compiled):
+        assert found["error"] <= 1e-12
+
+
 USES = {
     "shape": lambda y, z: tuple(y.shape),
     "length": lambda y, z: len(y),

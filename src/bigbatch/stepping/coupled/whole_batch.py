@@ -150,10 +150,8 @@ class TwoPasses:
         pieces = replace(pieces, pieces=list(with_numbers(listed)), count=len(listed))
         self._whole = whole_of(batch, [piece for piece in listed if not piece.idle], of.options)
         self._meeting = (of, pieces) if of.ranks.are_several else None
-        # Collectives inside the model must come in the same order on all ranks, so there all have two passes.
-        may_run_once = self._meeting is None or not of.ranks.reducer.reduces_inside
         try:
-            if not (len(listed) == 1 and may_run_once):
+            if len(listed) != 1 or not self._may_run_once(of, statistics):
                 self._between = self._first(of, pieces)
                 undo.restore(random_numbers=False)
                 if statistics:
@@ -162,6 +160,14 @@ class TwoPasses:
             yield pieces
         finally:
             self._whole = self._between = self._meeting = None
+
+    def _may_run_once(self, of: Accumulator, statistics: MergedStatistics | None) -> bool:
+        """Whether the only micro-batch of this rank needs no forward before that with its graph."""
+        if self._meeting is None:
+            return True
+        # Collectives inside the model must come in the same order on all ranks, and a forward that is run to count what
+        # BatchNorm sees must come to no meeting.
+        return not of.ranks.reducer.reduces_inside and not (statistics is not None and statistics.is_active)
 
     def second(self, model: Any, numbered: Numbered) -> dict[str, Sum]:
         """What a micro-batch adds to the loss, with the gradient of the loss of the whole batch."""
