@@ -155,7 +155,13 @@ def micro_of(where: str) -> int:
 
 @pytest.mark.parametrize(
     ("where", "bad"),
-    [*((where, [1]) for where in FAILURES), *(pytest.param(w, [0, 2], marks=pytest.mark.slow) for w in FAILURES)],
+    [
+        ("first pass", [1]),
+        ("second pass", [0, 2]),
+        ("only pass", [1]),
+        ("rows again", [0]),
+        *(pytest.param(where, bad, marks=pytest.mark.slow) for where in FAILURES for bad in ([1], [0, 2])),
+    ],
 )
 def test_ranks_make_a_step_again_together_when_memory_runs_out_on_some(ranks, where, bad):
     found = ranks.run(3, cases.failing_case, where, "memory", bad, micro_of(where))
@@ -168,7 +174,7 @@ def test_ranks_make_a_step_again_together_when_memory_runs_out_on_some(ranks, wh
     assert first["size"] == micro_of(where) // 2
 
 
-@pytest.mark.parametrize("where", ["first pass", "rows again", "backward"])
+@pytest.mark.parametrize("where", ["first pass", "rows again"])
 def test_an_error_on_one_rank_is_told_on_the_others(ranks, where):
     found = ranks.run(3, cases.failing_case, where, "error", [1], micro_of(where))
 
@@ -180,7 +186,10 @@ def test_an_error_on_one_rank_is_told_on_the_others(ranks, where):
     assert gradient_error(found[0]["weights"], cases.truth_after(2, 3)) <= 1e-10
 
 
-@pytest.mark.parametrize("where", ["first pass", "loss", "backward"])
+@pytest.mark.parametrize(
+    "where",
+    ["first pass", pytest.param("loss", marks=pytest.mark.slow), pytest.param("backward", marks=pytest.mark.slow)],
+)
 def test_ranks_skip_a_step_together_when_one_is_not_finite(ranks, where):
     found = ranks.run(3, cases.failing_case, where, "nan", [1], on_non_finite="skip")
 
