@@ -64,7 +64,7 @@ def test_global_batches_are_the_same_for_any_number_of_ranks(num_samples, batch_
     for shares in zip(*ranks, strict=True):
         sizes = [len(share.indices) for share in shares]
         assert max(sizes) - min(sizes) <= 1
-        assert [share.first for share in shares] == [sum(sizes[:rank]) for rank in range(world_size)]
+        assert [place for share in shares for place in share.places] == list(range(sum(sizes)))
         found.append((shares[0].step, [index for share in shares for index in share.indices]))
 
     assert found == list(whole)[first_step:]

@@ -8,7 +8,7 @@ what is padded and not what is learned.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,19 +164,25 @@ def best_cut(ascending: Sequence[int], bound: Bound) -> list[int]:
     less: of any groups, give the longest samples to the group of the longest, and so on, and no group gets longer. An
     $i$ that is beaten by a later one stays beaten, because $l_j$ only grows; so the search goes on from the last.
     """
-    costs, starts, first = [0.0], [0], 0
-    for j, length in enumerate(ascending, start=1):
+    starts = [first for _, first in cheapest_cuts(ascending, bound)]
+    sizes, end = [], len(ascending)
+    while end:
+        sizes.append(end - starts[end - 1])
+        end = starts[end - 1]
+    return sizes[::-1]
+
+
+def cheapest_cuts(ascending: Sequence[int], bound: Bound, start: int = 0) -> Iterator[tuple[float, int]]:
+    """For each end after ``start``: the least cost of the samples between, and where their last micro-batch begins."""
+    costs, first = [0.0], 0
+    for j in range(1, len(ascending) - start + 1):
+        length = ascending[start + j - 1]
         first = max(first, j - bound.most(length))
         candidates = [costs[i] - i * length for i in range(first, j)]
         cheapest = min(candidates)
         first += candidates.index(cheapest)
-        starts.append(first)
         costs.append(cheapest + j * length + bound.overhead)
-    sizes, end = [], len(ascending)
-    while end:
-        sizes.append(end - starts[end])
-        end = starts[end]
-    return sizes[::-1]
+        yield costs[-1], start + first
 
 
 def _padded_tokens(lengths: Sequence[int], micro_batch_size: int) -> int:

@@ -11,13 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from bigbatch.batch.collating import Collate, by_length, in_order, warn_where_nothing_bounds
-from bigbatch.batch.lengths import lengths_of
+from bigbatch.batch.dealing import Deal
 from bigbatch.batch.logical import LogicalBatch
+from bigbatch.batch.looking import Look, Sharing, samples_of
 from bigbatch.batch.weighing import Weigher
 from bigbatch.errors import BatchError, OptionError
 from bigbatch.values import StepOptions, check_positive
-
-_MEASURED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,10 @@ class LogicalBatchLoader:
     >>> [[tuple(micro_batch.shape) for micro_batch in batch.micro_batches] for batch in loader]
     [[(5, 2), (1, 2)]]
 
+    Where there is a process group, each rank gets its share of every batch, dealt so that all have about the same to
+    do; it may be empty. Each rank looks at a part of the data, and the ranks tell one another what they found, so all
+    of them begin an epoch together.
+
     A step of such a batch cannot be cut again, so it does not shrink when memory runs out; see docs/lengths.md.
 
     Args:
@@ -62,6 +65,8 @@ class LogicalBatchLoader:
         shuffle: Another order in each epoch, from ``seed`` and the number of the epoch.
         seed: Of the order, and of what workers draw.
         drop_last: Leave out a last batch that is not full.
+        group: The process group whose ranks share each batch, as the model of the step does; None: the default one,
+            if there is one.
         pin_memory: None: where there is CUDA.
         loader_options: Of ``torch.utils.data.DataLoader``: ``num_workers``, ``persistent_workers``, and so on; not
             those that say which samples make a batch.
@@ -88,6 +93,7 @@ class LogicalBatchLoader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        group: Any = None,
         pin_memory: bool | None = None,
         **loader_options: Any,
     ):
@@ -108,6 +114,7 @@ class LogicalBatchLoader:
         self._weigher, self._weights = Weigher(weight), None
         self._shuffle, self._seed = shuffle, seed
         self._loader_options = loader_options
+        self._sharing = Sharing.of(group)
         self._sampler = _Sampler()
         self._loader: DataLoader[Any] = DataLoader(
             _Collated(data),  # pyright: ignore[reportArgumentType]
@@ -141,8 +148,12 @@ class LogicalBatchLoader:
         for chosen in order.split(self.batch_size)[: len(self)]:
             yield self._plan(chosen.tolist())
 
-    def _plan(self, indices: list[int]) -> _Planned:
+    def _plan(self, batch: list[int]) -> _Planned:
         size, options = self._micro_batch_size, self._options
+        deal = Deal(self._lengths, options.max_tokens, options.pad_to_multiple_of)
+        indices = [batch[place] for place in deal.shares(batch, self._sharing.num_ranks)[self._sharing.rank]]
+        if not indices:
+            return _Planned([], self._weight_of([]), None)
         if self._lengths is None or (size is None and options.max_tokens is None):
             found = in_order(len(indices), size, options)
         else:
@@ -168,20 +179,13 @@ class LogicalBatchLoader:
         wants_weights = not self._weigher.counts_samples and self._weights is None
         if not (wants_lengths or wants_weights):
             return
-        look = _Look(self._data, self._options, self._weigher if wants_weights else None, wants_lengths)
-        batches = torch.arange(len(self._data)).split(_MEASURED_AT_ONCE)
-        loader: DataLoader[Any] = DataLoader(
-            look,  # pyright: ignore[reportArgumentType]
-            batch_sampler=[batch.tolist() for batch in batches],
-            collate_fn=_as_it_is,
-            num_workers=self._loader_options.get("num_workers", 0),
-            generator=torch.Generator().manual_seed(self._seed),
-        )
-        found = list(loader)
+        look = Look(self._data, self._options, self._weigher if wants_weights else None, wants_lengths)
+        num_workers = self._loader_options.get("num_workers", 0)
+        found = look.around(num_workers=num_workers, seed=self._seed, sharing=self._sharing)
         if wants_lengths:
-            self._lengths = [length for lengths, _ in found for length in lengths]
+            self._lengths = [length for length, _ in found if length is not None]
         if wants_weights:
-            self._weights = [weight for _, weights in found for weight in weights]
+            self._weights = [weight for _, weight in found]
 
 
 class _Sampler:
@@ -200,20 +204,7 @@ class _Collated:
         self.data = data
 
     def __getitems__(self, piece: _Piece) -> Any:
-        return piece.collate(_samples(self.data, piece.indices))
-
-
-class _Look:
-    """What a worker does to find lengths and weights."""
-
-    def __init__(self, data: Any, options: StepOptions, weigher: Weigher | None, wants_lengths: bool):
-        self.data, self.options, self.weigher, self.wants_lengths = data, options, weigher, wants_lengths
-
-    def __getitems__(self, indices: list[int]) -> tuple[list[int], list[Any]]:
-        samples = _samples(self.data, indices)
-        lengths = lengths_of(samples, self.options.length) if self.wants_lengths else []  # pyright: ignore
-        alone = [(self.options.collate([sample]), 1) for sample in samples] if self.weigher else []  # pyright: ignore
-        return lengths, self.weigher.weigh(alone) if self.weigher else []
+        return piece.collate(samples_of(self.data, piece.indices))
 
 
 class _Stream:
@@ -226,7 +217,7 @@ class _Stream:
         return self._count
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._left:
+        if self._count and not self._left:
             raise BatchError(
                 "The micro-batches of this LogicalBatch are gone: each is read once, and before the loader is asked "
                 "for the next batch. Make a step of each batch as it comes, not of list(loader)."
@@ -254,10 +245,6 @@ def _check_loader_options(options: dict[str, Any]) -> None:
     for name, instead in _INSTEAD.items():
         if name in options:
             raise OptionError(f"{name}= is not an option here: LogicalBatchLoader makes its own. {instead}")
-
-
-def _samples(data: Any, indices: list[int]) -> list[Any]:
-    return list(data.__getitems__(indices)) if hasattr(data, "__getitems__") else [data[i] for i in indices]
 
 
 def _as_it_is(made: Any) -> Any:

@@ -20,7 +20,7 @@ from bigbatch.training.bench_result import BenchRow
 from bigbatch.training.log import make_run_dir
 from bigbatch.training.rank import Rank
 from bigbatch.training.ways import Ways
-from bigbatch.units import format_bytes
+from bigbatch.units import format_bytes, format_count
 
 _WIDTH = 132
 
@@ -31,7 +31,7 @@ class _Lines(BenchListener):
     def found(self, ways: Ways) -> None:
         """How many there are to compare."""
         planned = "" if ways.planned_bytes is None else f", planned for {format_bytes(ways.planned_bytes)}"
-        print_now(f"{len(ways.ways)} ways{planned}")
+        print_now(f"{format_count(len(ways.ways), 'way')}{planned}")
 
     def tried(self, row: BenchRow) -> None:
         """What one of them needs."""

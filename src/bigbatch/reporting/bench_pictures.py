@@ -12,7 +12,7 @@ from bigbatch.reporting.bench_text import way_text
 from bigbatch.reporting.pictures import Scale, figure_of_size, make_light
 from bigbatch.training.bench_result import BenchResult, BenchRow
 from bigbatch.training.ways import Policy
-from bigbatch.units import format_bytes
+from bigbatch.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +97,7 @@ def figure_of_losses(found: BenchResult) -> Figure:
     over_samples.set_xlabel("samples seen")
     over_samples.set_ylabel("mean loss of a round, before its steps")
     over_seconds.set_xlabel(f"time of the steps, {time.unit}")
-    figure.suptitle(f"{_title(found)}: one seed, {found.num_rounds} rounds in turns", fontsize=11)
+    figure.suptitle(f"{_title(found)}: one seed, {format_count(found.num_rounds, 'round')} in turns", fontsize=11)
     handles, labels = over_seconds.get_legend_handles_labels()
     _finish(figure, over_samples, legend=None)
     _finish(figure, over_seconds, legend=(handles, labels))

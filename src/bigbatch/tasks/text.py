@@ -99,10 +99,14 @@ class Paragraphs(Dataset[torch.Tensor]):
 
     Args:
         train: Nine of ten paragraphs; otherwise the others.
+
+    Attributes:
+        lengths: ``T`` of each sample.
     """
 
     def __init__(self, *, train: bool):
         self.samples = _samples(train=train)
+        self.lengths = [_num_tokens(sample) for sample in self.samples]
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, default_collate
 
+from bigbatch.batch.dealing import Deal
+from bigbatch.batch.lengths import lengths_of
+from bigbatch.batch.looking import Look, Sharing
 from bigbatch.batch.structure import is_array, mapped
 from bigbatch.errors import TaskError
 from bigbatch.stepping.learning_rate import total_steps
@@ -70,41 +73,44 @@ class Share(NamedTuple):
 
     Attributes:
         step: Number of the step, from 0.
-        first: Place of its first sample in the batch.
-        indices: Of its samples; none when there are more ranks than samples.
+        places: Of its samples in the batch, ascending; none when there are more ranks than samples.
+        indices: Of its samples in the data.
         example: Index of some sample of the batch, which says what none of them look like.
     """
 
     step: int
-    first: int
+    places: list[int]
     indices: list[int]
     example: int
 
 
 class Shares:
-    """The share of one rank in every batch: neighbours in it, and at most one more or less than any other rank.
+    """The share of one rank in every batch.
 
-    Each sample belongs to exactly one rank, and together they are the batch in its order, so that no sample is dropped
-    or seen twice, as it is when shares are made equal (``torch.utils.data.DistributedSampler``).
+    Each sample belongs to exactly one rank, and together they are the batch, so that no sample is dropped or seen
+    twice, as it is when shares are made equal (``torch.utils.data.DistributedSampler``).
 
     >>> batches = LogicalBatches(5, batch_size=3, epochs=1, seed=0)
     >>> [[len(share.indices) for share in Shares(batches, rank, 4)] for rank in range(4)]
     [[1, 1], [1, 0], [1, 1], [0, 0]]
+
+    Args:
+        deal: Says which samples are whose; without lengths, neighbours, at most one more or less than any other rank.
     """
 
-    def __init__(self, batches: LogicalBatches, rank: int, world_size: int):
+    def __init__(self, batches: LogicalBatches, rank: int, world_size: int, deal: Deal | None = None):
         self.batches = batches
         self.rank = rank
         self.world_size = world_size
+        self.deal = deal or Deal()
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Share]:
         for step, indices in self.batches:
-            # Rounded up: of a batch that is smaller than the number of ranks, the first rank gets a sample.
-            first, end = (-(-len(indices) * rank // self.world_size) for rank in (self.rank, self.rank + 1))
-            yield Share(step, first, indices[first:end], indices[0])
+            places = self.deal.shares(indices, self.world_size)[self.rank]
+            yield Share(step, places, [indices[place] for place in places], indices[0])
 
 
 class _NoSamples(NamedTuple):
@@ -131,7 +137,8 @@ class _SeededData:
         while type(data) is Subset:  # it has __getitems__ for the data in it, which may have none
             data, indices = data.dataset, [data.indices[index] for index in indices]
         draw = random.Random(f"samples {self.seed} {share.step}")
-        seeds = [draw.getrandbits(32) for _ in range(share.first + len(indices))][share.first :]
+        of_place = [draw.getrandbits(32) for _ in range(max(share.places, default=0) + 1)]
+        seeds = [of_place[place] for place in share.places] or of_place
         with _generators_put_back():
             if hasattr(data, "__getitems__"):
                 seed_host(seeds[0])
@@ -156,19 +163,31 @@ def _generators_put_back() -> Iterator[None]:
         generators.restore()
 
 
-def train_loader(task: Task, data: Any, *, first_step: int = 0, rank: int = 0, world_size: int = 1) -> DataLoader[Any]:
+def train_loader(
+    task: Task,
+    data: Any,
+    *,
+    first_step: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    lengths: Sequence[int] | None = None,
+) -> DataLoader[Any]:
     """The share of a rank in all logical batches of a run from a step on, in order.
 
     With ``collate`` each is a list of samples. An empty share is an empty list, or tensors of length 0.
 
     One loader for all epochs: its processes start once and go on loading while the model is evaluated.
+
+    Args:
+        lengths: Of all samples, the same on all ranks, to deal them by; see ``lengths_to_deal_by``.
     """
+    deal = Deal(lengths, task.max_tokens, task.pad_to_multiple_of)
     order = LogicalBatches(
         len(data), batch_size=task.batch_size, epochs=task.epochs, seed=task.seed, first_step=first_step
     )
     return DataLoader(
         _SeededData(data, task.seed),  # pyright: ignore[reportArgumentType]
-        batch_sampler=Shares(order, rank, world_size),  # pyright: ignore[reportArgumentType]
+        batch_sampler=Shares(order, rank, world_size, deal),  # pyright: ignore[reportArgumentType]
         collate_fn=_collated if task.collate is None else _packed if task.num_workers else _as_they_are,
         num_workers=task.num_workers,
         worker_init_fn=_begin_worker,
@@ -217,10 +236,43 @@ def _nothing() -> None:
     """A loader without workers has nothing to close."""
 
 
-def first_batch(task: Task, data: Any, *, rank: int = 0, world_size: int = 1) -> Any:
-    """The first logical batch of a run, or the share of a rank in it."""
-    with going_through(train_loader(task, data, rank=rank, world_size=world_size)) as batches:
+def first_batch(task: Task, data: Any, **of_rank: Any) -> Any:
+    """The first logical batch of a run, or the share of a rank in it; see ``train_loader``."""
+    with going_through(train_loader(task, data, **of_rank)) as batches:
         return next(batches)
+
+
+def lengths_to_deal_by(task: Task, data: Any, sharing: Sharing) -> list[int] | None:
+    """The length of every sample, the same on all ranks; None where samples have none, or there is one rank.
+
+    Data with an attribute ``lengths`` knows them. Otherwise each rank looks at a part of the samples, once in a run,
+    and the ranks tell one another. All of them call this.
+
+    Raises:
+        TaskError: The data has more or fewer lengths than samples.
+        BatchError: A length is no whole number, or negative.
+    """
+    if task.length is None or sharing.num_ranks == 1:
+        return None
+    known = _known_lengths(data)
+    if known is None:
+        with _generators_put_back():
+            found = Look(data, task).around(num_workers=task.num_workers, seed=task.seed, sharing=sharing)
+        return [length for length, _ in found if length is not None]
+    if len(known) != len(data):
+        raise TaskError(
+            f"train_data() returned a {type(data).__name__} with {len(known)} lengths and {len(data)} samples. Make "
+            f"its lengths one for each sample, in order, or leave them out: then every sample is looked at."
+        )
+    return lengths_of(known, lambda length: length)
+
+
+def _known_lengths(data: Any) -> Any:
+    if type(data) is Subset:
+        inner = _known_lengths(data.dataset)
+        return None if inner is None else [inner[index] for index in data.indices]
+    found = getattr(data, "lengths", None)
+    return None if callable(found) else found
 
 
 def eval_loader(task: Task, data: Any, batch_size: int, *, rank: int = 0, world_size: int = 1) -> DataLoader[Any]:

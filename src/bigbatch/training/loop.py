@@ -6,15 +6,17 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import torch
 
+from bigbatch.batch.looking import Sharing
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
-from bigbatch.training.data import eval_loader, first_batch, going_through, train_loader
+from bigbatch.training.data import eval_loader, first_batch, going_through, lengths_to_deal_by, train_loader
 from bigbatch.training.evaluating import evaluate
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
 from bigbatch.training.group import ALONE, Group
@@ -110,7 +112,7 @@ class Run:
         self._tell("began", self.info)
         self._clock.start(self.progress.seconds, self.progress.num_samples)
         first = self.progress.num_steps
-        loader = train_loader(self.task, self.parts.train_data, first_step=first, **self._of_this_rank)
+        loader = train_loader(self.task, self.parts.train_data, first_step=first, **self._dealt)
         with going_through(loader) as batches:
             for index, batch in enumerate(self._waiting.timed(islice(batches, limit)), first):
                 if index == first and self.step.budget_bytes is not None and self.step.plan is None:
@@ -122,7 +124,7 @@ class Run:
 
     def first_batch(self) -> Any:
         """The first batch, or the share of this rank in it."""
-        return first_batch(self.task, self.parts.train_data, **self._of_this_rank)
+        return first_batch(self.task, self.parts.train_data, **self._dealt)
 
     def bring_up_to_date(self) -> None:
         """Before the run is saved: note the time, and let everyone write what waits."""
@@ -146,6 +148,11 @@ class Run:
     @property
     def _of_this_rank(self) -> dict[str, int]:
         return {"rank": self.group.rank, "world_size": self.group.world_size}
+
+    @cached_property
+    def _dealt(self) -> dict[str, Any]:
+        sharing = Sharing(self.group.rank, self.group.world_size)
+        return {**self._of_this_rank, "lengths": lengths_to_deal_by(self.task, self.parts.train_data, sharing)}
 
     @property
     def _steps_per_epoch(self) -> int:
