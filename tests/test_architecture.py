@@ -16,7 +16,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 
-WORDS = {"checking", "errors", "peers", "units", "values"}
+WORDS = {"checking", "errors", "footprint", "peers", "units", "values"}
 # What the modules of a room may import, beside their own room. Rooms that are not built yet stand here already.
 MAY_IMPORT = {
     "words": set(),

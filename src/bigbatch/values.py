@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from bigbatch.checking import check_choice, check_keep, check_offload, check_recompute
 from bigbatch.errors import OptionError
+from bigbatch.footprint import Footprint
 from bigbatch.peers import OUR_WORDS, to_peer
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ class Plan(_Json):
         accumulation_dtype: Gradients are added up in this dtype, for example ``"float32"``; None is the default
             of ``StepOptions``.
         max_tokens: Padded tokens that the micro-batch size stands for: so many of the longest samples it was planned
-            with. With the option ``length`` micro-batches hold no more. None: nothing was planned with lengths.
+            with. With the option ``length`` micro-batches hold no more, unless there is a footprint. None: nothing was
+            planned with lengths.
+        footprint: Bytes of a micro-batch by its samples and its longest length, and how many it may take.
         peak_bytes: Expected peak of a steady step, in bytes.
         step_seconds: Expected time of a step, in seconds.
         budget_bytes: The budget it was made for, in bytes.
@@ -106,6 +109,7 @@ class Plan(_Json):
     keep: tuple[tuple[str, str], ...] = ()
     offload: tuple[str, ...] = ()
     max_tokens: int | None = None
+    footprint: Footprint | None = None
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "max_tokens"):
@@ -119,6 +123,8 @@ class Plan(_Json):
         object.__setattr__(self, "keep", tuple((name, kept) for name, kept in self.keep))
         check_offload(self.offload, self.recompute)
         object.__setattr__(self, "offload", tuple(self.offload))
+        if isinstance(self.footprint, Mapping):
+            object.__setattr__(self, "footprint", Footprint(**self.footprint))
 
     @property
     def num_recomputed(self) -> int:

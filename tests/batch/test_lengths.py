@@ -11,6 +11,8 @@ import pytest
 
 import bigbatch as bb
 from bigbatch.batch.lengths import Bound, best_cut, bound_of, check_fits, grouped, lengths_of, padding_rule
+from bigbatch.footprint import Footprint
+from bigbatch.values import Plan
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -34,6 +36,66 @@ def cost_of(groups: Any, lengths: list[int], bound: Bound) -> float:
             return math.inf
         total += tokens + bound.overhead
     return total
+
+
+def fits(group: Any, lengths: list[int], footprint: Footprint) -> bool:
+    """Whether its bytes are within the limit; a sample alone may be above it."""
+    return len(group) == 1 or footprint.bytes_of(len(group), max(lengths[i] for i in group)) <= footprint.limit_bytes
+
+
+def bytes_instance(seed: int) -> tuple[list[int], Footprint]:
+    """With a moment that is linear in the length and one that grows with its square."""
+    draw = random.Random(seed)
+    longest = draw.choice([10, 30, 60])
+    lengths = [draw.randint(0, longest) for _ in range(draw.randint(1, 7))]
+    moments = ((100.0, 0.0, 0.0, 3.0, 20.0, 0.0), (50.0, 2.0, 1.0, 0.0, 4.0, draw.choice([0.2, 1.0])))
+    return lengths, Footprint(moments, draw.randint(300, 5000))
+
+
+def test_no_grouping_within_the_bytes_costs_less_on_200_random_instances():
+    for seed in range(200):
+        lengths, footprint = bytes_instance(seed)
+        plan = Plan(micro_batch_size=4, max_tokens=80, footprint=footprint)
+        bound = bound_of(max(lengths), len(lengths), 4, None, plan)
+        allowed = (
+            groups
+            for groups in partitions(list(range(len(lengths))))
+            if all(fits(group, lengths, footprint) for group in groups)
+        )
+        costs = (
+            sum(len(g) * max(lengths[i] for i in g) for g in groups) + len(groups) * bound.overhead
+            for groups in allowed
+        )
+        optimum = min(costs)
+
+        found = grouped(lengths, bound).groups
+
+        assert all(fits(group, lengths, footprint) for group in found), (seed, lengths)
+        cost = sum(len(g) * max(lengths[i] for i in g) for g in found) + len(found) * bound.overhead
+        assert cost <= 1.02 * optimum + 1e-9, (seed, lengths)
+
+
+def test_a_bound_of_tokens_is_not_one_of_bytes():
+    """Control: on many of the same instances, as many tokens as fit of samples of length 4 are above the limit."""
+    above = 0
+    for seed in range(200):
+        lengths, footprint = bytes_instance(seed)
+        tokens = max(4 * int(footprint.most(4)), *lengths, 1)
+        groups = grouped(lengths, Bound(tokens, 7)).groups
+        above += not all(fits(group, lengths, footprint) for group in groups)
+
+    assert above > 30
+
+
+def test_a_size_that_shrank_takes_as_large_a_part_of_the_bytes():
+    footprint = Footprint(((0.0, 0.0, 0.0, 0.0, 10.0, 0.0),), limit_bytes=8000)
+    plan = Plan(micro_batch_size=8, max_tokens=800, footprint=footprint)
+
+    assert bound_of(100, 99, 8, None, plan).most(100) == 8
+    assert bound_of(100, 99, 2, None, plan).most(100) == 2
+    assert bound_of(100, 99, 2, None, plan).most(10) == 20
+    assert bound_of(100, 99, 8, 500, plan).most(100) == 5  # max_tokens beside it
+    assert bound_of(9000, 99, 8, None, plan).most(9000) == 1  # one that is longer than planned stands alone
 
 
 def instance(seed: int) -> tuple[list[int], Bound]:
@@ -115,18 +177,24 @@ def test_samples_of_no_length_are_grouped_too():
 
 
 @pytest.mark.parametrize(
-    ("size", "max_tokens", "planned", "expected"),
+    ("size", "max_tokens", "plan", "expected"),
     [
         (4, 100, None, Bound(100, 4)),  # beside max_tokens, the most samples
         (None, 100, None, Bound(100, 32)),
         (4, None, None, Bound(40, 32)),  # alone: so many of the longest
-        (4, None, 20, Bound(80, 32)),  # planned with samples of 20
-        (1, None, 5, Bound(10, 32)),  # one that is longer than planned stands alone
-        (4, 30, 20, Bound(30, 32)),
+        (4, None, Plan(micro_batch_size=4, max_tokens=80), Bound(80, 32)),  # planned with samples of 20
+        (
+            1,
+            None,
+            Plan(micro_batch_size=1, max_tokens=5),
+            Bound(10, 32),
+        ),  # one that is longer than planned stands alone
+        (2, None, Plan(micro_batch_size=4, max_tokens=80), Bound(40, 32)),  # memory ran out, and it shrank
+        (4, 30, Plan(micro_batch_size=4, max_tokens=80), Bound(30, 32)),
     ],
 )
-def test_a_bound_comes_from_the_size_the_tokens_and_the_plan(size, max_tokens, planned, expected):
-    assert bound_of(10, 32, size, max_tokens, planned) == expected
+def test_a_bound_comes_from_the_size_the_tokens_and_the_plan(size, max_tokens, plan, expected):
+    assert bound_of(10, 32, size, max_tokens, plan) == expected
 
 
 def test_a_sample_above_max_tokens_is_named():

@@ -12,7 +12,7 @@ from typing import Any
 from bigbatch.batch.lengths import Grouping, bound_of, check_fits, grouped, lengths_of, padding_rule
 from bigbatch.batch.sizes import micro_batch_sizes, spans
 from bigbatch.errors import BatchError, EmptyBatchError, OptionError, warn
-from bigbatch.values import StepOptions
+from bigbatch.values import Plan, StepOptions
 
 Collate = Callable[[list[Any]], Any]
 
@@ -23,12 +23,12 @@ class Room:
 
     Attributes:
         smallest: Samples in one, at least, where they are not grouped; see ``micro_batch_sizes``.
-        planned_length: The longest length that the micro-batch size was planned for.
+        plan: That the micro-batch size comes from.
         few_lengths: The model is compiled, and each shape takes time.
     """
 
     smallest: int = 1
-    planned_length: int | None = None
+    plan: Plan | None = None
     few_lengths: bool = False
 
 
@@ -93,7 +93,7 @@ def by_length(lengths: list[int], micro_batch_size: int | None, options: StepOpt
     """
     few = room.few_lengths and _is_told(options.collate)
     padded = padding_rule(options.pad_to_multiple_of, few=few)
-    bound = bound_of(padded(max(lengths)), len(lengths), micro_batch_size, options.max_tokens, room.planned_length)
+    bound = bound_of(padded(max(lengths)), len(lengths), micro_batch_size, options.max_tokens, room.plan)
     by = "the few lengths of a compiled model" if few else f"pad_to_multiple_of={options.pad_to_multiple_of}"
     check_fits(lengths, options.max_tokens, padded, by)
     found: Grouping = grouped(lengths, bound, padded)

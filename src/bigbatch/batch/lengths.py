@@ -10,10 +10,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from bigbatch.batch.sizes import micro_batch_sizes, spans
 from bigbatch.errors import BatchError, LengthError
+from bigbatch.footprint import Footprint
+from bigbatch.values import Plan
 
 _OVERHEAD = 1 / 16
 """Of the bound: what a micro-batch costs beside its tokens. Without it each length would get micro-batches of its own,
@@ -25,12 +28,14 @@ class Bound:
     """What a micro-batch may hold.
 
     Attributes:
-        tokens: Its samples times its longest padded length, at most.
+        tokens: Its samples times its longest padded length, at most; where there is room by length, about.
         samples: At most.
+        room: Samples of a padded length that fit, in the place of ``tokens``.
     """
 
     tokens: int
     samples: int
+    room: Callable[[int], float] | None = None
 
     @property
     def overhead(self) -> float:
@@ -39,7 +44,10 @@ class Bound:
 
     def most(self, length: int) -> int:
         """Samples of this padded length in one micro-batch, at most; 1 for one that is too long."""
-        return max(min(self.samples, self.tokens // length), 1) if length else self.samples
+        if not length:
+            return self.samples
+        fits = self.tokens // length if self.room is None else self.room(length)
+        return max(int(min(self.samples, fits)), 1)
 
 
 @dataclass(frozen=True)
@@ -82,27 +90,41 @@ def _checked(found: Any, index: int) -> int:
 
 
 def bound_of(
-    longest: int, num_samples: int, micro_batch_size: int | None, max_tokens: int | None, planned_length: int | None
+    longest: int, num_samples: int, micro_batch_size: int | None, max_tokens: int | None, plan: Plan | None
 ) -> Bound:
     """What a micro-batch may hold.
 
     ``micro_batch_size`` beside ``max_tokens`` is the most samples. Alone, or planned, it speaks of the longest samples:
     a micro-batch may hold as many tokens as so many of them, which is what the cut without groups has too. Memory that
     grows with the square of a length, as that of attention does, is inside this bound as well: at no more tokens
-    and no greater length there are no more of their products.
+    and no greater length there are no more of their products. A plan with a footprint knows the bytes: it has room for
+    more short samples, and for fewer of those that are longer than what it was made for.
 
     Args:
         longest: Padded length of the longest sample of the batch.
         num_samples: Of the batch.
         micro_batch_size: Samples, at most; None: all.
         max_tokens: As given.
-        planned_length: The longest length that the micro-batch size was planned for; None: it was not planned.
+        plan: That the micro-batch size comes from; None, or without ``Plan.max_tokens``: not planned with lengths.
     """
     size = micro_batch_size or num_samples
-    if max_tokens is not None and planned_length is None:
-        return Bound(max_tokens, size)
-    tokens = max(size * (planned_length or longest), longest)
-    return Bound(tokens if max_tokens is None else min(tokens, max_tokens), num_samples)
+    if plan is None or plan.max_tokens is None:
+        if max_tokens is not None:
+            return Bound(max_tokens, size)
+        return Bound(max(size * longest, longest), num_samples)
+    planned_length = max(plan.max_tokens // plan.micro_batch_size, 1)
+    tokens = max(size * planned_length, longest)
+    tokens = tokens if max_tokens is None else min(tokens, max_tokens)
+    if plan.footprint is None:
+        return Bound(tokens, num_samples)
+    # Where memory ran out nevertheless, the size is a part of the planned one, and so is the room.
+    share = min(size / plan.micro_batch_size, 1.0)
+    return Bound(tokens, num_samples, partial(_room, plan.footprint, share, max_tokens))
+
+
+def _room(footprint: Footprint, share: float, max_tokens: int | None, length: int) -> float:
+    fits = share * footprint.most(length)
+    return fits if max_tokens is None else min(fits, max_tokens // length)
 
 
 def check_fits(

@@ -141,6 +141,10 @@ class LiveBytes(TorchDispatchMode):
         self._live[key] = _Entry(ref, device_type, num_bytes)
         current = self._current[device_type] = self._current.get(device_type, 0) + num_bytes
         self._peak[device_type] = max(current, self._peak.get(device_type, 0))
+        self._has_grown(current)
+
+    def _has_grown(self, current_bytes: int) -> None:
+        """A storage has come into being, or was seen for the first time; so many bytes are alive now."""
 
     def _settle(self) -> None:
         while self._freed:

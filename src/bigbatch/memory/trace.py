@@ -154,11 +154,14 @@ class FakeRecorder(Recorder, LiveBytes):
         workspaces: What kernels need while they run, as far as it is known.
         most_in_kernels: The most bytes that were alive in an operation, with its workspace; 0 where none is known.
         most_before_update: The same, up to the update.
+        moments: Bytes that were alive each time that a storage came into being. Steps that run the same operations on
+            tensors of other sizes have as many of them.
     """
 
     def __init__(self, model: nn.Module, static: frozenset[int], price: Price | None = None, *, block_bytes: int = 1):
         LiveBytes.__init__(self, block_bytes)
         Recorder.__init__(self, model, static)
+        self.moments: list[int] = []
         self._price = price
         self._seconds = 0.0
         self._strict = False
@@ -185,6 +188,9 @@ class FakeRecorder(Recorder, LiveBytes):
                     self._gradients[storage._cdata] = self.size_of(storage)
             self._without_gradient = [p for p in self._without_gradient if p.grad is None]
         super()._note(kind, what, tensors, gradient_bytes=float(sum(self._gradients.values())), **more)
+
+    def _has_grown(self, current_bytes: int) -> None:
+        self.moments.append(current_bytes)
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         """Bytes that it takes, rounded up."""

@@ -46,7 +46,7 @@ from bigbatch.stepping.placing import say_where
 from bigbatch.stepping.precision import Precision
 from bigbatch.stepping.shares import Share, Shares
 from bigbatch.stepping.undo import Generators, Undo
-from bigbatch.values import StepOptions
+from bigbatch.values import Plan, StepOptions
 
 OnMicroBatch = Callable[[int, int | None], None]
 
@@ -72,7 +72,7 @@ class Accumulator:
         dropout: What draws the masks.
         step_number: That masks depend on, with the option for them.
         listening: Makes what listens to the backwards of a step, from its list of sizes.
-        planned_length: The longest length that the micro-batch size was planned for.
+        plan: That the micro-batch size comes from, for samples with lengths.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Accumulator:
         self.dropout = PerSampleDropout(seed) if options.dropout == "per-sample" else NativeDropout()
         self.step_number = 0
         self.listening: Callable[[list[int]], AbstractContextManager[Any]] = lambda sizes: nullcontext()
-        self.planned_length: int | None = None
+        self.plan: Plan | None = None
         self._weigher = Weigher(options.weight)
         self._weights_add_up = not self._weigher.has_callable
         self._labels_were_seen = False
@@ -120,7 +120,7 @@ class Accumulator:
     def cut(self, batch: Any, micro_batch_size: int | None) -> Pieces:
         """The micro-batches of a batch, weighed."""
         few_lengths = self.options.length is not None and is_compiled(self.model)
-        room = Room(self.smallest_micro_batch, self.planned_length, few_lengths)
+        room = Room(self.smallest_micro_batch, self.plan, few_lengths)
         return pieces_of(batch, micro_batch_size, self.options, self._weigher, room)
 
     def _look_at_modules(self) -> None:

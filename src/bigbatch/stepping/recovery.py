@@ -14,7 +14,7 @@ from bigbatch.batch.sizes import part_sizes
 from bigbatch.errors import BudgetError, DistributedError, EmptyBatchError, RankMemoryError, StateLostError
 from bigbatch.memory.out_of_memory import is_out_of_memory, release
 from bigbatch.memory.recompute import Recomputing, apply
-from bigbatch.stepping.fitting import first_batch, sizing
+from bigbatch.stepping.fitting import first_batch
 from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
 from bigbatch.values import Plan, StepResult
@@ -47,7 +47,7 @@ class Recovery:
         retries, again = 0, False
         self._grow_back()
         keeping = Keeping() if self._may_keep(batch) else None
-        self._step.accumulator.planned_length = sizing.planned_length(self._step.plan)
+        self._step.accumulator.plan = self._step.plan
         while True:
             try:
                 result = self._attempt(batch, named, keeping)

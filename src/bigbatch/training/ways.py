@@ -12,6 +12,7 @@ import torch
 
 from bigbatch.errors import BudgetError, OptionError, TraceError
 from bigbatch.planning.costs import MemoryProfile
+from bigbatch.stepping.fitting.footprints import planned
 from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.training.building import build
 from bigbatch.training.data import first_batch
@@ -181,7 +182,7 @@ class _Planning:
     def _planned(self, size: int | None) -> Way:
         assert self.profile is not None
         try:
-            plan = self._planner.plan(self.profile, self._batch_size, self.budget_bytes, micro_batch_size=size)
+            plan = planned(self._planner, self.profile, self._batch_size, self.budget_bytes, micro_batch_size=size)
         except BudgetError as error:
             needed = "" if error.smallest_bytes is None else f", it needs {format_bytes(error.smallest_bytes)}"
             problem = f"no plan fits in {format_bytes(self.budget_bytes or 0)}{needed}"

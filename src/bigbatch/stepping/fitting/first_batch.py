@@ -12,6 +12,7 @@ from bigbatch.memory.recompute import apply
 from bigbatch.planning.advice import with_advice
 from bigbatch.planning.costs import NOTHING, MemoryProfile
 from bigbatch.stepping.fitting import sizing
+from bigbatch.stepping.fitting.footprints import planned
 from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.values import Plan
 
@@ -74,6 +75,7 @@ def fit(step: Step, batch: Any, budget_bytes: int) -> Plan:
     The plan is put on the model. Where the model cannot be traced, micro-batch sizes are tried with real tensors.
     """
     planner = Planner(step, batch)
+    step.accumulator.plan = None  # an earlier one does not bound what is tried now
     target = budget_bytes
     try:
         profile = planner.traced
@@ -118,12 +120,12 @@ def _plan_to_be_tried(planner: Planner, profile: MemoryProfile, budget_bytes: in
     """The plan with a margin or, where there is none, without: it will be measured."""
     held = planner.step.wanted_micro_batch_size
     try:
-        return planner.plan(profile, planner.num_samples, budget_bytes, micro_batch_size=held)
+        return planned(planner, profile, planner.num_samples, budget_bytes, micro_batch_size=held)
     except BudgetError:
         planner.margin = 0.0
         profile = replace(profile, workspace=NOTHING)
         try:
-            return planner.plan(profile, planner.num_samples, budget_bytes, micro_batch_size=held)
+            return planned(planner, profile, planner.num_samples, budget_bytes, micro_batch_size=held)
         except BudgetError as error:
             raise with_advice(error, profile, planner.num_samples) from None
 
@@ -131,9 +133,11 @@ def _plan_to_be_tried(planner: Planner, profile: MemoryProfile, budget_bytes: in
 def _tried(step: Step, batch: Any, plan: Plan, budget_bytes: int) -> float:
     """Measured peak of the plan, which stays on the model if it is within the budget."""
     recomputing, peak = apply(plan, step.model), math.inf
+    step.accumulator.plan = plan
     try:
         peak = sizing.peak_or_infinite(step, batch, plan.micro_batch_size)
     finally:
+        step.accumulator.plan = None
         if peak > budget_bytes:
             recomputing.remove()
     return peak

@@ -42,6 +42,7 @@ class Record:
         micro_batch_bytes: Of the micro-batches that were given to it.
         most_in_kernels: The most bytes that were alive in an operation, with its workspace, where that is known.
         most_before_update: The same, without what the update does.
+        moments: See ``FakeRecorder``.
     """
 
     events: list[Event]
@@ -50,6 +51,7 @@ class Record:
     micro_batch_bytes: int
     most_in_kernels: float = 0.0
     most_before_update: float = 0.0
+    moments: Sequence[int] = ()
 
     @property
     def peak_of_micro_batches(self) -> int:
@@ -119,6 +121,7 @@ class Shadow:
         sizes: Sequence[int],
         plan: Plan,
         *,
+        batch: Any = None,
         closely: bool = False,
         gradients: bool = False,
         price: Price | None = None,
@@ -127,6 +130,7 @@ class Shadow:
 
         Args:
             plan: What is recomputed.
+            batch: To make them of, in the place of the one that was given.
             closely: Note modules and what they save; see ``recorded``.
             gradients: Note the bytes of gradients with each event.
             price: See ``FakeRecorder``.
@@ -138,7 +142,7 @@ class Shadow:
         step = self.step
         apply_quietly(plan, step.model)
         with cannot_be_traced(), _random_numbers_put_back():
-            batch = self._logical_batch(sizes)
+            batch = self._logical_batch(self._batch if batch is None else batch, sizes)
             micro_batches = list(batch.micro_batches)
             given = [value for micro_batch in micro_batches for value in leaves(micro_batch) if is_array(value)]
             given = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
@@ -167,25 +171,25 @@ class Shadow:
         num_bytes = {t.untyped_storage()._cdata: recorder.size_of(t.untyped_storage()) for t in given}
         peak = max(event.peak_bytes for event in recorder.events)
         in_kernels = recorder.most_in_kernels, recorder.most_before_update
-        return Record(recorder.events, tuple(sizes), int(peak), sum(num_bytes.values()), *in_kernels)
+        return Record(recorder.events, tuple(sizes), int(peak), sum(num_bytes.values()), *in_kernels, recorder.moments)
 
     def _host_of_card(self) -> contextlib.AbstractContextManager[None]:
         """Where what a plan offloads goes; a CPU has no other memory."""
         return contextlib.nullcontext() if self.device == "cpu" else pretend_host(CountedHost())
 
-    def _logical_batch(self, sizes: Sequence[int]) -> LogicalBatch:
+    def _logical_batch(self, given: Any, sizes: Sequence[int]) -> LogicalBatch:
         if self.step.accumulator.two_passes is None:
-            return LogicalBatch([self._micro_batch(size) for size in sizes])
+            return LogicalBatch([self._micro_batch(given, size) for size in sizes])
         if self._real_options.collate is not None:
-            return fake_copy(cut_batch_of(self._batch, sizes, self._real_options), self.mode)
-        batch = fake_copy(self._batch, self.mode)
+            return fake_copy(cut_batch_of(given, sizes, self._real_options), self.mode)
+        batch = fake_copy(given, self.mode)
         with self.mode:
             return cut_batch_of(batch, sizes, self._real_options)
 
-    def _micro_batch(self, size: int) -> Any:
+    def _micro_batch(self, given: Any, size: int) -> Any:
         if self._real_options.collate is not None:
-            return fake_copy(micro_batch_of(self._batch, size, self._real_options), self.mode)
-        batch = fake_copy(self._batch, self.mode)
+            return fake_copy(micro_batch_of(given, size, self._real_options), self.mode)
+        batch = fake_copy(given, self.mode)
         with self.mode:
             return micro_batch_of(batch, size, self._real_options)
 

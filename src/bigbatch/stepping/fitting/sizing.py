@@ -110,11 +110,6 @@ def max_tokens_of(micro_batch_size: int, batch: Any, options: StepOptions) -> in
     return None if options.length is None else max(micro_batch_size * longest_of(batch, options), 1)
 
 
-def planned_length(plan: Plan | None) -> int | None:
-    """The longest length that the micro-batch size was planned for; None when it was not planned with lengths."""
-    return None if plan is None or plan.max_tokens is None else max(plan.max_tokens // plan.micro_batch_size, 1)
-
-
 def _largest(
     step: Step, num_samples: int, peak_of: Callable[[int], float], peaks: dict[int, float], budget_bytes: int
 ) -> int:

@@ -18,6 +18,7 @@ from bigbatch.planning.search import Recompute, search
 from bigbatch.planning.space import names_held
 from bigbatch.stepping.checks import check_model, update_is_lean
 from bigbatch.stepping.fitting import sizing
+from bigbatch.stepping.fitting.footprints import planned
 from bigbatch.stepping.fitting.planner import UNLIMITED, Planner
 from bigbatch.stepping.step import Step
 from bigbatch.units import parse_bytes
@@ -152,7 +153,7 @@ def plan(
     num_samples = batch_size or -(-planner.num_samples // world_size)
     try:
         costs = planner.timed(num_samples, budget_bytes) if calibrate else planner.traced
-        return planner.plan(costs, num_samples, budget_bytes, micro_batch_size=micro_batch_size, recompute=recompute)
+        return planned(planner, costs, num_samples, budget_bytes, micro_batch_size, recompute)
     except BudgetError as error:
         raise with_advice(error, planner.traced, num_samples) from None
     except TraceError as error:
