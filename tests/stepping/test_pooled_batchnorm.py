@@ -744,16 +744,6 @@ def test_a_gradient_penalty_through_the_layers_is_refused(create_graph):
         bb.accumulate(make(), loss, images(9), micro_batch_size=4, batch_norm="exact")
 
 
-def test_ranks_are_refused(monkeypatch):
-    from bigbatch.stepping.normalization import pooled_batchnorm
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-
-    with pytest.raises(bb.BigBatchError, match="has 2 ranks, .* statistics of ranks are not joined"):
-        pooled_batchnorm.check_ranks()
-
-
 class Remembers(nn.Module):
     """Keeps an activation for a later layer, which in lock-step is that of another micro-batch."""
 

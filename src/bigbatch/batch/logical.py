@@ -84,6 +84,7 @@ class Part(NamedTuple):
         scale: What a loss is multiplied by, because what sums the gradients over the ranks divides by as much.
         summed_inside: Gradients are summed over ranks inside backward. Then every micro-batch needs a backward, and
             what is corrected afterwards must be divided by the same number on all ranks before.
+        is_joined: Ranks get parts of their gradients from the losses of others inside backward, with the same need.
     """
 
     num_micro_batches: int | None
@@ -91,6 +92,7 @@ class Part(NamedTuple):
     has_constants: bool = True
     scale: float = 1.0
     summed_inside: bool = False
+    is_joined: bool = False
 
 
 @dataclass(frozen=True)

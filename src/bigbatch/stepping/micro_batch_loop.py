@@ -40,7 +40,7 @@ from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
 from bigbatch.stepping.losses import Term, terms_of
 from bigbatch.stepping.normalization import batchnorm
-from bigbatch.stepping.normalization.pooled_batchnorm import PooledBatchNorm, check_ranks
+from bigbatch.stepping.normalization.pooled_batchnorm import PooledBatchNorm
 from bigbatch.stepping.normalization.side_by_side import run_side_by_side
 from bigbatch.stepping.placing import say_where
 from bigbatch.stepping.precision import Precision
@@ -131,7 +131,7 @@ class Accumulator:
             return
         self._modules = modules
         self.dropout.look_at(self.model)
-        self.ranks = Ranks(Reducer(modules, self.options.reduce))
+        self.ranks = Ranks(Reducer(modules, self.options.reduce, pools=self.options.batch_norm == "exact"))
         self._batch_norms = batchnorm.layers_of(self.model)
         statistics = batchnorm.MergedStatistics(self.model)
         self._statistics = statistics if self.options.batch_norm == "merge" and statistics.buffers() else None
@@ -237,7 +237,8 @@ class Accumulator:
     def _pieces_or_nothing(self, batch: Any, size: int | None, check: Callable[[], None] | None) -> Pieces:
         self._undo.take(self.device, everywhere=self._draws_anywhere)
         try:
-            pieces = self.ranks.cut(lambda: self._own_pieces(batch, size, check), list(self._weigher.by_term))
+            terms, meets = list(self._weigher.by_term), self.pools_statistics
+            pieces = self.ranks.cut(lambda: self._own_pieces(batch, size, check), terms, meets=meets)
             self.check_size(pieces.part.num_samples)
             check_something_counts(pieces)
         except BaseException:
@@ -253,7 +254,7 @@ class Accumulator:
             sees_statistics = self.sees_batch_statistics or self.pools_statistics
             check_may_be_grouped(self.options, sees_statistics, self.two_passes is not None)
         if self.pools_statistics:
-            check_ranks()
+            self.ranks.reducer.check_may_meet()
             pieces = read_to_the_end(pieces)
         self._check_weights_add_up(batch, pieces)
         return pieces
@@ -272,12 +273,12 @@ class Accumulator:
 
     def _loop(self, batch: Any, pieces: Pieces, done: Accumulation, watch: HookWatch) -> None:
         frozen = batchnorm.frozen(self.model) if self.options.batch_norm == "frozen" else nullcontext()
-        pooled = self._pooled if self.pools_statistics and pieces.count != 1 else None
+        pooled = self._pooled if self.ranks.meetings or (self.pools_statistics and pieces.count != 1) else None
         with frozen, self._prepared(batch, pieces) as pieces:
             if pooled is None:
                 reached = self._one_by_one(pieces, done, watch)
             else:
-                reached = run_side_by_side(pooled, pieces, done, self.device, self._terms, self._backward)
+                reached = run_side_by_side(pooled, pieces, done, self.device, self.ranks, self._terms, self._backward)
         watch.check()
         self.check_size(sum(done.sizes))  # of an iterator it is only known now
         # A rank whose micro-batches count nothing has nothing to reach; alone, it was refused or has no weight.
@@ -318,7 +319,8 @@ class Accumulator:
         return reached
 
     def _terms(self, piece: Piece, pieces: Pieces, done: Accumulation) -> list[Term]:
-        self._begin(piece, pieces, done)
+        if not piece.idle:
+            self._begin(piece, pieces, done)
         return terms_of(self._call(piece))
 
     def _begin(self, piece: Piece, pieces: Pieces, done: Accumulation) -> None:

@@ -89,6 +89,11 @@ class Shares:
         late = sum(self._is_late(kind) for _, kind in self._kinds)
         return late + (late < len(self._kinds))
 
+    @property
+    def groups(self) -> list[Group]:
+        """Those of the backwards, in one order whatever the micro-batches are."""
+        return list(dict.fromkeys(name if self._is_late(kind) else None for name, kind in self._kinds))
+
     def _is_late(self, kind: str) -> bool:
         return (kind == "ratio" and not self._single) or (kind == "mean" and self._totals is None)
 
@@ -151,7 +156,7 @@ class Shares:
             expected = denominator * self._growth(piece)
             otherwise = torch.nan if self._single else float(max(self._num_samples, 1))
             account.provisional = torch.where(expected > 0, expected, otherwise)
-            if self._part.summed_inside and not self._single:
+            if (self._part.summed_inside or self._part.is_joined) and not self._single:
                 account.provisional = self._same_provisional
         account.values.append(value)
         account.denominators.append(denominator)
@@ -204,7 +209,7 @@ class Shares:
         for name, kind in () if self._corrected else self._kinds:
             account = self._accounts[name]
             if kind == "ratio" and not self._single:
-                if self._part.summed_inside:
+                if self._part.summed_inside or self._part.is_joined:
                     found[name] = self._same_provisional / self._denominator(name)
                 elif account.values:
                     found[name] = account.provisional / self._denominator(name)

@@ -24,6 +24,7 @@ from bigbatch.batch.structure import mapped
 from bigbatch.errors import BigBatchError, DistributedError, EmptyBatchError, RankMemoryError
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.distributed.leaving import Farewell
+from bigbatch.stepping.distributed.meetings import Meetings, OthersFailedError
 from bigbatch.stepping.distributed.reducing import Reducer
 
 _WELL, _OUT_OF_MEMORY, _FAILED = 0.0, 1.0, 2.0
@@ -38,6 +39,7 @@ class Ranks:
     Attributes:
         size: How many there are.
         rank: Which of them this is.
+        meetings: Inside forward and backward; None: there are none.
     """
 
     def __init__(self, reducer: Reducer):
@@ -45,6 +47,7 @@ class Ranks:
         self.group = reducer.group
         self.size = self.group.size() if self.group is not None else 1
         self.rank = self.group.rank() if self.group is not None else 0
+        self.meetings: Meetings | None = None
         self._farewell: Farewell | None = None
         self._num_agreed = 0
         self.num_told = 0  # numbers in each exchange after the one before the first forward
@@ -160,13 +163,15 @@ class Ranks:
             rank=ranks[0],
         ) from None
 
-    def cut(self, cut: Callable[[], Pieces], terms: Sequence[str | None]) -> Pieces:
+    def cut(self, cut: Callable[[], Pieces], terms: Sequence[str | None], *, meets: bool = False) -> Pieces:
         """The micro-batches of this rank, with the weight of those of all ranks.
 
         Args:
             cut: Cuts the share of this rank. It may be empty.
             terms: What the weights are for.
+            meets: The ranks will meet inside forward and backward.
         """
+        self.meetings = None
         if not self.are_several:
             pieces = cut()
             if not self.reducer.reduces_inside or self.reducer.is_quiet:
@@ -193,13 +198,14 @@ class Ranks:
             has_constants=first == self.rank,
             scale=self.reducer.scale,
             summed_inside=self.reducer.reduces_inside,
+            is_joined=meets,
         )
-        mine = [*pieces.pieces, *self._idle(pieces, counts, first)]
+        mine = [*pieces.pieces, *self._idle(pieces, counts, first, max(self.reducer.num_forwards(max(counts)), meets))]
+        self.meetings = Meetings(self) if meets else None
         return replace(pieces, pieces=mine, totals=totals, over_ranks=part)
 
-    def _idle(self, pieces: Pieces, counts: list[int], first: int) -> list[Piece]:
-        """Micro-batches that count nothing, for as many forwards as the collectives inside the model need."""
-        needed = self.reducer.num_forwards(max(counts))
+    def _idle(self, pieces: Pieces, counts: list[int], first: int, needed: int) -> list[Piece]:
+        """Micro-batches that count nothing, for as many forwards as every rank needs."""
         example = next(iter(pieces.pieces), None)
         if needed and not all(counts):
             lent = mapped(_copied, example.micro_batch) if example and self.rank == first else None
@@ -223,8 +229,10 @@ class Ranks:
             raise self.left(error) from error
         if isinstance(error, DistributedError):
             return  # which all have been told
+        if self.meetings is not None:
+            self.meetings.leave()
         try:
-            self.agree(error, [0.0] * self.num_told)
+            self.agree(None if isinstance(error, OthersFailedError) else error, [0.0] * self.num_told)
         except Exception as agreed:
             if agreed is not error:
                 raise

@@ -36,12 +36,14 @@ class Reducer:
     Args:
         modules: All of the model.
         when: The option ``reduce``.
+        pools: BatchNorm layers are not torch's: those of ranks do not meet in their forwards.
 
     Attributes:
         group: The process group of the ranks; None: there is only this process.
         reduces_inside: Gradients are summed inside backward, or there are other collectives in the model, so that all
             ranks must run as many forwards and backwards.
         must_run_together: There are collectives in each forward.
+        has_sync_batch_norm: Layers of torch would join ranks in each forward, where they are not taken the place of.
         is_quiet: Nothing is reduced for now.
 
     Raises:
@@ -49,17 +51,18 @@ class Reducer:
         OptionError: It does not go with ``when``.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], when: str):
+    def __init__(self, modules: Sequence[nn.Module], when: str, *, pools: bool = False):
         self._ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self._sharded: list[Any] = [module for module in modules if _is_sharded(module)]
         self._when = when
         self._before: list[tuple[bool, bool]] = []
         self.group = _group_of(self._ddps, self._sharded)
         several = self.group is not None and self.group.size() > 1
-        self._syncs_batch_norm = several and any(isinstance(module, nn.SyncBatchNorm) for module in modules)
+        self.has_sync_batch_norm = several and any(isinstance(module, nn.SyncBatchNorm) for module in modules)
+        syncs = self.has_sync_batch_norm and not pools
         self._overlaps = bool(self._ddps) and when != "after"
-        self.reduces_inside = bool(self._sharded or self._syncs_batch_norm or self._overlaps)
-        self.must_run_together = bool(self._sharded or self._syncs_batch_norm)
+        self.reduces_inside = bool(self._sharded or syncs or self._overlaps)
+        self.must_run_together = bool(self._sharded or syncs)
         self.is_quiet = False
         self._check()
 
@@ -128,6 +131,21 @@ class Reducer:
             raise DistributedError(
                 f"{format_names(missing)} is in no DistributedDataParallel or fully_shard module, so the ranks may "
                 f"have begun with different values of it. Wrap its module too: DistributedDataParallel(module)."
+            )
+
+    def check_may_meet(self) -> None:
+        """Raise unless layers of the ranks can meet in backward: nothing else may be reduced there."""
+        if self.group is None or self.group.size() == 1:
+            return
+        if self._sharded:
+            raise DistributedError(
+                'batch_norm="exact" joins statistics of ranks under DistributedDataParallel, not under fully_shard. '
+                'Wrap the model in the former, or give batch_norm="merge".'
+            )
+        if self._overlaps:
+            raise OptionError(
+                'batch_norm="exact" over several ranks has exchanges of its own in backward, which those of '
+                'reduce="overlap" would come between: give reduce="after".'
             )
 
     def begin(self) -> None:

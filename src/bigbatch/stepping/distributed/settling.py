@@ -33,7 +33,7 @@ def settle(ranks: Ranks, done: Accumulation, undo: Undo, statistics: MergedStati
     found = statistics.statistics if statistics else []
     presence = packed(done.gradients.presence())
     facts = [
-        float(_digest(done.shares.kinds)),
+        float(digest_of(done.shares.kinds)),
         float(len(done.shares.kinds)),
         float(_EXACTNESS.index(done.exactness)),
         float(undo.have_moved),
@@ -46,7 +46,7 @@ def settle(ranks: Ranks, done: Accumulation, undo: Undo, statistics: MergedStati
         sums_of_all = ranks.tell(_fixed(sums, 2 * int(max(counts))))
     else:
         sums_of_all = [row[_NUM_FACTS + len(presence) :] for row in rows]
-    kinds = _same_kinds(ranks, done, digests)
+    kinds = same_kinds(ranks, done, digests)
     done.shares.settle(kinds, [sum(numbers) for numbers in zip(*sums_of_all, strict=True)])
     done.exactness = _EXACTNESS[int(max(exactness))]
     if statistics and max(lengths):
@@ -61,7 +61,7 @@ def num_told(num_parameters: int) -> int:
     return _NUM_FACTS + num_words(num_parameters) + 2 * _ROOM_FOR_TERMS
 
 
-def _same_kinds(ranks: Ranks, done: Accumulation, digests: Sequence[float]) -> Any:
+def same_kinds(ranks: Ranks, done: Accumulation, digests: Sequence[float]) -> Any:
     """The terms of the loss, also on a rank that had no sample to see them with."""
     known = [rank for rank, digest in enumerate(digests) if digest]
     if len({digests[rank] for rank in known}) > 1:
@@ -72,7 +72,8 @@ def _same_kinds(ranks: Ranks, done: Accumulation, digests: Sequence[float]) -> A
     return ranks.from_rank(known[0], done.shares.kinds) if known else []
 
 
-def _digest(kinds: list[Any]) -> int:
+def digest_of(kinds: list[Any]) -> int:
+    """A number that other terms of a loss do not have; 0 for none."""
     return zlib.crc32(repr(kinds).encode()) if kinds else 0
 
 

@@ -45,7 +45,7 @@ def fit_together(step: Step, batch: Any, budget_bytes: int) -> Plan:
     ranks = step.accumulator.ranks
     if not ranks.are_several:
         return fit(step, batch, budget_bytes)
-    if ranks.reducer.must_run_together:
+    if ranks.reducer.must_run_together or ranks.reducer.has_sync_batch_norm:
         raise OptionError(
             "With FSDP2 or SyncBatchNorm a plan cannot be found by trying, because a rank that runs out of memory "
             "cannot tell the others. Give micro_batch_size=, or plan=bb.Plan(micro_batch_size=..., recompute=(...)), "

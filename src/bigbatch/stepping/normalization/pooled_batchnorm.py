@@ -25,13 +25,18 @@ from bigbatch.errors import BatchError, LossError, OptionError, warn
 from bigbatch.memory.offloading import Host, host_of
 from bigbatch.memory.saved_on_host import SavedOnHost
 from bigbatch.memory.switching import computing, has_forward_of_its_own
-from bigbatch.stepping.checks import check_one_process
 from bigbatch.stepping.compiled import is_compiled
+from bigbatch.stepping.distributed.meetings import END, Meetings
 from bigbatch.stepping.normalization.batchnorm import layers_of, update_running_statistics, uses_batch_statistics
 from bigbatch.stepping.normalization.lockstep import Lockstep, this_worker
 from bigbatch.stepping.normalization.pooling import Call, Normalise, Part, Pool, Statistics
+from bigbatch.stepping.shares import Group, Share
 from bigbatch.units import format_names
 
+_ONE_PATH = (
+    'With batch_norm="exact" all micro-batches go through the same BatchNorm layers in the same order. Where the path '
+    'depends on samples or on chance (early exit, layer drop), give batch_norm="merge" or "frozen".'
+)
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
@@ -61,6 +66,9 @@ class PooledBatchNorm:
         self._calls: dict[_BatchNorm, list[Call]] = {}
         self._lockstep: Lockstep | None = None
         self._saved: SavedOnHost | None = None
+        self._meetings: Meetings | None = None
+        self._is_idle = False
+        self._token: torch.Tensor | None = None
         self._has_looked_for_state = False
         self.host: Host | None = None
 
@@ -74,12 +82,21 @@ class PooledBatchNorm:
         return self._lockstep.failed if self._lockstep else None
 
     @contextlib.contextmanager
-    def running(self, device: torch.device, batch: Sequence[torch.Tensor]) -> Iterator[None]:
+    def running(
+        self,
+        device: torch.device,
+        batch: Sequence[torch.Tensor],
+        *,
+        meetings: Meetings | None = None,
+        is_idle: bool = False,
+    ) -> Iterator[None]:
         """Within the block the layers meet.
 
         Args:
             device: Of the model.
             batch: The tensors of the micro-batches.
+            meetings: With other ranks.
+            is_idle: The samples are none of the batch; this rank has none.
 
         Raises:
             OptionError: Some layer cannot; the message says which and why.
@@ -90,6 +107,8 @@ class PooledBatchNorm:
         if self.host is not None:
             stay = [*self._model.parameters(), *self._model.buffers(), *batch]
             self._saved = SavedOnHost(self.host, stay)
+        self._meetings, self._is_idle = meetings, is_idle
+        self._token = torch.zeros((), device=device, requires_grad=True) if meetings else None
         self._lockstep = Lockstep(device, self, depth_first=self.host is not None)
         try:
             with contextlib.ExitStack() as stack:
@@ -97,7 +116,7 @@ class PooledBatchNorm:
                     stack.enter_context(computing(layer, partial(_forward, self)))
                 yield
         finally:
-            self._saved = self._lockstep = None
+            self._saved = self._lockstep = self._meetings = self._token = None
 
     def forwards(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """What the forwards of all micro-batches return; they run side by side.
@@ -134,15 +153,19 @@ class PooledBatchNorm:
         layer = requests[0].layer
         if any(request.layer is not layer for request in requests):
             raise self.differ(dict(enumerate(requests)))
-        call = Call(layer, [request.num_values for request in requests])
+        counts = [0 if self._is_idle else request.num_values for request in requests]
+        call = Call(layer, counts, self._layers.index(layer), self._meetings)
+        pool: Any = Pool.apply
+        means, variances = [request.mean for request in requests], [request.variance for request in requests]
+        mean, variance, self._token = pool(call, layer.weight, layer.bias, self._token, *means, *variances)
+        self._check_places(call.places)
         if call.total == 1:
+            if self._meetings is not None:
+                self._meetings.all_know()
             raise BatchError(
                 f"The BatchNorm layer {self._names[layer]!r} got one value per channel in the whole batch, which has "
                 f'no variance. Give a batch of at least 2 samples, or batch_norm="frozen".'
             )
-        pool: Any = Pool.apply
-        means, variances = [request.mean for request in requests], [request.variance for request in requests]
-        mean, variance = pool(call, layer.weight, layer.bias, *means, *variances)
         self._calls.setdefault(layer, []).append(call)
         return mean, variance, call
 
@@ -162,10 +185,39 @@ class PooledBatchNorm:
         other, here = next((n, r) for n, r in others if (r and r.layer) is not where)
         return LossError(
             f"Micro-batch {first + 1} came to {self._place(there)} when micro-batch {other + 1} came to "
-            f'{self._place(here)}. With batch_norm="exact" all of them go through the same BatchNorm layers in the '
-            f"same order. Where the path depends on samples or on chance (early exit, layer drop), give "
-            f'batch_norm="merge" or "frozen".'
+            f"{self._place(here)}. {_ONE_PATH}"
         )
+
+    def end_forwards(self, digest: int, groups: Sequence[Group]) -> tuple[list[int], list[Share]]:
+        """Meet with the ranks once more, when the losses are known.
+
+        Args:
+            digest: Of what all ranks must have the same.
+            groups: Of the backwards that come next.
+
+        Returns:
+            The digest of each rank; and what all ranks begin each backward with, so that it goes through all meetings,
+            in one order, whatever the losses reach.
+
+        Raises:
+            LossError: A rank is still in its forward.
+        """
+        if self._meetings is None or self._token is None:
+            return [digest], []
+        places, digests = self._meetings.end_forward(digest, len(groups))
+        self._check_places(places)
+        return digests, [Share(group, self._token, 0.0) for group in groups]
+
+    def _check_places(self, places: list[int]) -> None:
+        """Raise ``LossError``, on all ranks, when they came to different layers."""
+        if len(set(places)) > 1 and self._meetings is not None:
+            self._meetings.all_know()
+            said = [
+                "the end of its forward" if place == END else f"the layer {self._names[self._layers[place]]!r}"
+                for place in places
+            ]
+            other = next(rank for rank, place in enumerate(places) if place != places[0])
+            raise LossError(f"Rank 0 came to {said[0]} when rank {other} came to {said[other]}. {_ONE_PATH}")
 
     def _place(self, request: _Request | None) -> str:
         return "the end of its forward" if request is None else f"the layer {self._names[request.layer]!r}"
@@ -203,7 +255,6 @@ class PooledBatchNorm:
         return call
 
     def _check(self, layers: Sequence[_BatchNorm]) -> None:
-        check_ranks()
         own = [
             self._names[layer]
             for layer in layers
@@ -227,11 +278,6 @@ class PooledBatchNorm:
                     f"{self._names[module]!r} has some. Make it with track_running_stats=False, or give "
                     f'batch_norm="merge".'
                 )
-
-
-def check_ranks() -> None:
-    """Raise ``DistributedError`` in a process group of several ranks: their statistics are not joined."""
-    check_one_process('batch_norm="exact"', 'statistics of ranks are not joined yet (batch_norm="merge" merges them)')
 
 
 def _forward(pooled: PooledBatchNorm, layer: Any, x: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.memory.offloading import Host
 from bigbatch.memory.saved_on_host import Parcel
+from bigbatch.stepping.distributed.meetings import Meetings
 from bigbatch.stepping.normalization.batchnorm import Merged
 from bigbatch.stepping.precision import at_least_float32
 
@@ -32,8 +33,12 @@ class Call:
     Args:
         layer: Which.
         counts: Values per channel, by micro-batch.
+        place: Number of the layer.
+        meetings: With other ranks; None: there are none.
 
     Attributes:
+        total: Values per channel, of the whole batch.
+        places: Where the ranks are, by rank; they must be the same.
         means: Of the micro-batches, shape ``(K, C)``.
         mean, variance: Of the whole batch, shape ``(C,)``.
         scale: $w / \sigma$, shape ``(C,)``.
@@ -46,35 +51,50 @@ class Call:
     scale: torch.Tensor
     merged: Merged
 
-    def __init__(self, layer: _BatchNorm, counts: Sequence[int]):
+    def __init__(self, layer: _BatchNorm, counts: Sequence[int], place: int = 0, meetings: Meetings | None = None):
         self.counts = counts
+        self.place, self.meetings = place, meetings
+        self.places = [place]
         self.total = sum(counts)
         self.eps = layer.eps
         self.weight: torch.Tensor | None = None if layer.weight is None else layer.weight.detach()
         self.bias: torch.Tensor | None = None if layer.bias is None else layer.bias.detach()
 
     def pool(self, means: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        r"""Mean and variance of the whole batch, by Chan's formula: $N \sigma^2 = \sum_k n_k (v_k + (\mu_k - \mu)^2)$.
-
-        Args:
-            means: Of the micro-batches, shape ``(K, C)``.
-            variances: Of the micro-batches, biased, shape ``(K, C)``.
-        """
-        near = means[self.counts.index(max(self.counts))]
-        if len(set(self.counts)) == 1:
-            # Differences from one of them keep the digits that products with a large mean would lose.
-            mean = near + (means - near).mean(0)
-            variance = (variances + (means - mean).square()).mean(0)
-        else:
-            shares = means.new_tensor(self.counts).div_(self.total).unsqueeze(1)
-            mean = near + ((means - near) * shares).sum(0)
-            variance = ((variances + (means - mean).square()) * shares).sum(0)
+        """Mean and variance of the whole batch; see ``pooled``."""
+        mean, variance = pooled(self.counts, means, variances)
+        if self.meetings is not None:
+            said, rows = self.meetings.gather(self.place, self.total, torch.stack((mean, variance)))
+            self.places, counts = [int(row[0]) for row in said], [int(row[1]) for row in said]
+            self.total = sum(counts)
+            mean, variance = pooled(counts, rows[:, 0], rows[:, 1])
         self.means, self.mean, self.variance = means, mean.detach(), variance.detach()
         self.merged = Merged(self.total, self.mean, self.variance * self.total)
         self.weight, self.bias = _like(self.weight, mean), _like(self.bias, mean)
         inverse = (variance + self.eps).rsqrt()
         self.scale = inverse if self.weight is None else inverse * self.weight
         return mean, variance
+
+
+def pooled(counts: Sequence[int], means: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""Mean and variance of all values together, by Chan's formula: $N \sigma^2 = \sum_k n_k (v_k + (\mu_k - \mu)^2)$.
+
+    Args:
+        counts: Values per channel of each part.
+        means: Of the parts, shape ``(K, C)``.
+        variances: Of the parts, biased, shape ``(K, C)``.
+    """
+    total = sum(counts)
+    if not total:
+        return torch.zeros_like(means[0]), torch.zeros_like(means[0])
+    near = means[counts.index(max(counts))]
+    if len(set(counts)) == 1:
+        # Differences from one of them keep the digits that products with a large mean would lose.
+        mean = near + (means - near).mean(0)
+        return mean, (variances + (means - mean).square()).mean(0)
+    shares = means.new_tensor(counts).div_(total).unsqueeze(1)
+    mean = near + ((means - near) * shares).sum(0)
+    return mean, ((variances + (means - mean).square()) * shares).sum(0)
 
 
 class Part:
@@ -119,7 +139,7 @@ class Statistics(torch.autograd.Function):
         if not x.numel():
             return x.new_zeros(x.shape[1], dtype=wide), x.new_zeros(x.shape[1], dtype=wide)
         # The dtype of the result is that of the running statistics it is given.
-        unused = [None, None] if wide == x.dtype else [x.new_zeros(x.shape[1], dtype=wide) for _ in range(2)]
+        unused = [None if wide == x.dtype else x.new_zeros(x.shape[1], dtype=wide) for _ in range(2)]
         return torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
 
     @staticmethod
@@ -133,8 +153,8 @@ class Statistics(torch.autograd.Function):
         if x.dtype == shift.dtype and x.numel():  # in one pass
             found = torch.native_batch_norm(x, slope, shift, call.mean, call.variance, False, 0.0, call.eps)[0]
         else:
-            slope = slope * (call.variance + call.eps).rsqrt()
-            found = (x - _per_channel(call.mean, x)).mul_(_per_channel(slope, x)).add_(_per_channel(shift, x))
+            steepness = torch.mul(slope, (call.variance + call.eps).rsqrt())
+            found = (x - _per_channel(call.mean, x)).mul_(_per_channel(steepness, x)).add_(_per_channel(shift, x))
         if gradient is not None:
             found.addcmul_(gradient, _per_channel(call.scale, x))
         return found.to(x.dtype), None
@@ -145,30 +165,42 @@ class Pool(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, weight: torch.Tensor | None, bias: torch.Tensor | None, *statistics: torch.Tensor
+        ctx: Any,
+        call: Call,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        token: torch.Tensor | None,
+        *statistics: torch.Tensor,
     ) -> Any:
-        """Two tensors of shape ``(C,)``; ``statistics`` are all means, then all variances."""
+        """Two tensors of shape ``(C,)``, and the next token.
+
+        Args:
+            token: Of the meeting of ranks before this one.
+            statistics: All means, then all variances.
+        """
         half = len(statistics) // 2
         ctx.save_for_backward(weight, bias)
         ctx.call, ctx.half = call, half
         ctx.set_materialize_grads(False)
-        return call.pool(torch.stack(statistics[:half]), torch.stack(statistics[half:]))
+        mean, variance = call.pool(torch.stack(statistics[:half]), torch.stack(statistics[half:]))
+        return mean, variance, None if token is None else token.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_bias: torch.Tensor | None, of_weight: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, of_bias: Any, of_weight: Any, of_token: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Of the sums over all micro-batches, the gradients of weight and bias, and the factors for ``Statistics``."""
-        weight, bias = ctx.saved_tensors
-        if of_bias is None or of_weight is None:
-            return None, None, None, *([None] * (2 * ctx.half))
-        factor = ctx.call.scale / -ctx.call.total
-        factors = [factor * of_bias] * ctx.half + [factor * of_weight] * ctx.half
-        needed = ctx.needs_input_grad
+        (weight, bias), call, needed = ctx.saved_tensors, ctx.call, ctx.needs_input_grad
+        of_all = (of_bias, of_weight)
+        if call.meetings is not None:  # also when nothing of this rank needs it: the others do
+            of_all = tuple(call.meetings.sum_up(of_all))
+        shift, slope = [None if one is None else call.scale * one / -call.total for one in of_all]
         return (
             None,
-            of_weight.to(weight.dtype) if needed[1] else None,
-            of_bias.to(bias.dtype) if needed[2] else None,
-            *factors,
+            of_weight.to(weight.dtype) if needed[1] and of_weight is not None else None,
+            of_bias.to(bias.dtype) if needed[2] and of_bias is not None else None,
+            of_token,
+            *[shift] * ctx.half,
+            *[slope] * ctx.half,
         )
 
 

@@ -11,6 +11,8 @@ from bigbatch.batch.logical import Piece, Pieces
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.structure import leaves
 from bigbatch.stepping.after_backward import Accumulation
+from bigbatch.stepping.distributed.ranks import Ranks
+from bigbatch.stepping.distributed.settling import digest_of, same_kinds
 from bigbatch.stepping.losses import Term
 from bigbatch.stepping.normalization.pooled_batchnorm import PooledBatchNorm
 from bigbatch.stepping.placing import say_where
@@ -22,6 +24,7 @@ def run_side_by_side(
     pieces: Pieces,
     done: Accumulation,
     device: torch.device,
+    ranks: Ranks,
     terms_of: Callable[[Piece, Pieces, Accumulation], list[Term]],
     backward: Callable[[list[Share], Accumulation], None],
 ) -> bool:
@@ -32,21 +35,27 @@ def run_side_by_side(
         pieces: The micro-batches, at hand.
         done: Gets what they leave.
         device: Where the model is.
+        ranks: Who else has some.
         terms_of: Runs the forward of one of them.
         backward: Of all losses at once.
     """
     found = list(on_device(pieces.pieces, device))
     batch = [value for piece in found for value in leaves(piece.micro_batch) if isinstance(value, torch.Tensor)]
-    with pooled.running(device, batch):
+    is_idle = all(piece.idle for piece in found)
+    with pooled.running(device, batch, meetings=ranks.meetings, is_idle=is_idle):
         try:
-            terms = pooled.forwards([partial(terms_of, piece, pieces, done) for piece in found])
+            run = torch.no_grad()(terms_of) if is_idle else terms_of
+            terms = pooled.forwards([partial(run, piece, pieces, done) for piece in found])
         except Exception as error:
             if pooled.failed is not None:
                 say_where(error, done.sizes[: pooled.failed + 1], pieces)
             raise
-        parts = [done.shares.of(*pair) for pair in zip(terms, found, strict=True)]
+        parts = [(done.shares.idle if is_idle else done.shares.of)(*pair) for pair in zip(terms, found, strict=True)]
         shares = [share for part in parts for share in part if share.value.requires_grad]
         del terms, parts
-        if shares:
-            backward(shares, done)
+        digests, first = pooled.end_forwards(digest_of(done.shares.kinds), done.shares.groups)
+        if len(set(digests)) > 1:
+            same_kinds(ranks, done, digests)
+        if shares or first:
+            backward([*first, *shares], done)
     return bool(shares)
