@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as Wrapped
 from torch.utils.checkpoint import checkpoint
 
 import bigbatch as bb
+from bigbatch.memory.offloading import MeteredHost, pretend_host
 from tests.reference import gradient_error
 from tests.stepping.pooled_models import big_batch, buffers_error, images, loss_fn, resnet
 from tests.stepping.rank_cases import Trouble, gradients_of, plain_name, whole
@@ -93,15 +95,26 @@ def compared(model: Any, truth: nn.Module, big: Any, result: Any) -> dict[str, A
 
 
 def exact_case(
-    group: Any, name: str, sizes: list[int], micro: list[int | None], *, sync: bool = False, policy: str = "exact"
+    group: Any,
+    name: str,
+    sizes: list[int],
+    micro: list[int | None],
+    *,
+    sync: bool = False,
+    policy: str = "exact",
+    on_host: bool = False,
 ) -> dict[str, Any]:
-    """A step in which each rank has ``sizes`` samples and micro-batches of ``micro``."""
+    """A step in which each rank has ``sizes`` samples and micro-batches of ``micro``.
+
+    Args:
+        on_host: What is saved lies in a store, as on a card, where backward has another order.
+    """
     batch, truth = images(sum(sizes), size=8), make_plain(name)
     big = big_batch(truth, batch)
     model = wrapped(make(name), group, sync=sync)
-    result = bb.accumulate(
-        model, loss_fn, share_of(batch, sizes, group), micro_batch_size=micro[group.rank()], batch_norm=policy
-    )
+    share, size = share_of(batch, sizes, group), micro[group.rank()]
+    with pretend_host(MeteredHost()) if on_host else contextlib.nullcontext():
+        result = bb.accumulate(model, loss_fn, share, micro_batch_size=size, batch_norm=policy)
     return compared(model, truth, big, result)
 
 
@@ -196,6 +209,26 @@ class Fails(nn.Module):
             x = x * 1.0
             x.register_hook(lambda gradient: gradient * self.trouble.happen())
         return x
+
+
+def scaled_case(group: Any) -> list[Any]:
+    """fp16 with a scaler: a good step, and one in which rank 1 alone overflows."""
+    model = wrapped(make("resnet").float(), group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+    now = {"overflows": False}
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return loss_fn(model, batch) * (1e30 if now["overflows"] and group.rank() == 1 else 1.0)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = bb.Step(model, loss, optimizer, micro_batch_size=2, batch_norm="exact", precision=scaler)
+    x, y = images(7, size=8)
+    share = share_of((x.float(), y), [4, 3], group)
+    skipped = []
+    for overflows in (False, True):
+        now["overflows"] = overflows
+        skipped.append(step(share).skipped)
+    return [*skipped, scaler.get_scale(), {name: p.detach().clone() for name, p in model.state_dict().items()}]
 
 
 def failing_case(

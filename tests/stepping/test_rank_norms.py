@@ -65,6 +65,18 @@ def test_sync_batch_norm_joins_micro_batches_too(ranks, sizes):
     check(ranks.run(len(sizes), cases.exact_case, "resnet", sizes, [3] * len(sizes), sync=True))
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("branches", [6, 1, 4]), ("resnet", [5, 0])])
+def test_what_is_saved_may_lie_on_the_host(ranks, name, sizes):
+    check(ranks.run(len(sizes), cases.exact_case, name, sizes, [2] * len(sizes), on_host=True))
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_all(ranks):
+    found = ranks.run(2, cases.scaled_case)
+
+    assert [one[:3] for one in found] == [[False, True, 32.0]] * 2
+    assert all(value.equal(found[1][3][name]) for name, value in found[0][3].items())
+
+
 def test_statistics_of_each_rank_are_far_outside():
     """Control: the exact gradient of each share, weighed by its samples, is not that of the batch."""
     (x, y), model = images(12, size=8), cases.make("resnet")
