@@ -732,6 +732,16 @@ def test_running_statistics_of_instance_norm_are_refused():
         bb.accumulate(model, loss_fn, images(9), micro_batch_size=4, batch_norm="exact")
 
 
+def test_a_reentrant_checkpoint_is_refused():
+    """Its forward has no graph, so that no gradient would come through the statistics."""
+    model = CalledThreeTimes(lambda function, x: checkpoint(function, x, use_reentrant=True)).double()
+
+    with pytest.raises(bb.LossError, match="Give use_reentrant=False"):
+        bb.accumulate(model, loss_fn, images(9, size=8), micro_batch_size=4, batch_norm="exact")
+
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_gradient_penalty_through_the_layers_is_refused(create_graph):
     def loss(model, batch):

@@ -166,6 +166,7 @@ class PooledBatchNorm:
                 f"The BatchNorm layer {self._names[layer]!r} got one value per channel in the whole batch, which has "
                 f'no variance. Give a batch of at least 2 samples, or batch_norm="frozen".'
             )
+        call.has_graph = any(one.requires_grad for one in means)
         self._calls.setdefault(layer, []).append(call)
         return mean, variance, call
 
@@ -290,6 +291,11 @@ def _forward(pooled: PooledBatchNorm, layer: Any, x: torch.Tensor) -> torch.Tens
     mean, variance = Statistics.apply(x, part)  # pyright: ignore[reportGeneralTypeIssues]
     if worker is None:
         part.call = pooled.recorded(layer, mean.detach())
+        if x.requires_grad and not part.call.has_graph:
+            raise LossError(
+                "A BatchNorm layer is in a checkpoint(use_reentrant=True), whose forward has no graph: with "
+                'batch_norm="exact" the gradient through the statistics would be missing. Give use_reentrant=False.'
+            )
         mean, variance = part.call.mean, part.call.variance
     else:
         mean, variance, part.call = worker.meet(_Request(layer, x.numel() // x.shape[1], mean, variance, x))

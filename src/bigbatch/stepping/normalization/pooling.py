@@ -39,6 +39,7 @@ class Call:
     Attributes:
         total: Values per channel, of the whole batch.
         places: Where the ranks are, by rank; they must be the same.
+        has_graph: Some micro-batch needs a gradient.
         means: Of the micro-batches, shape ``(K, C)``.
         mean, variance: Of the whole batch, shape ``(C,)``.
         scale: $w / \sigma$, shape ``(C,)``.
@@ -55,6 +56,7 @@ class Call:
         self.counts = counts
         self.place, self.meetings = place, meetings
         self.places = [place]
+        self.has_graph = False
         self.total = sum(counts)
         self.eps = layer.eps
         self.weight: torch.Tensor | None = None if layer.weight is None else layer.weight.detach()
