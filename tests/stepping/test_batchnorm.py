@@ -123,6 +123,23 @@ def test_with_momentum_zero_the_batches_are_counted_all_the_same():
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("policy", ["merge", "exact"])
+def test_a_layer_that_counts_no_batches_does_as_torch_does(policy, momentum):
+    """A cumulative average needs the count, and without it torch leaves the statistics as they are."""
+    layer = nn.BatchNorm1d(CHANNELS, momentum=momentum).double()
+    layer.num_batches_tracked = None
+    ours, truth = Scaled(layer), copy.deepcopy(Scaled(layer))
+    batches = inputs(1, 21)
+
+    run_steps(ours, batches, 4, batch_norm=policy)
+    run_big_batches(truth, batches)
+
+    assert statistics_error(ours, truth) <= 1e-14
+    assert counts(ours) == counts(truth)
+    assert torch.equal(layer.running_mean, torch.zeros_like(layer.running_mean)) == (momentum is None)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
 def test_an_update_for_each_micro_batch_is_far_outside(momentum):
     """Control: what torch does by itself."""
     layer = nn.BatchNorm1d(CHANNELS, momentum=momentum).double()

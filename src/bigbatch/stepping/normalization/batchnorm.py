@@ -149,6 +149,8 @@ def update_running_statistics(module: Any, merged: Merged) -> None:
         if tracked is not None and pools_samples:
             tracked.add_(1)
         averages_all = module.momentum is None  # and only then the count is read, for it may be on a device
+        if averages_all and tracked is None:
+            return  # torch cannot tell the how manyth batch it is either, and leaves them as they are
         momentum = _momentum(module, tracked.item() if averages_all and tracked is not None else 1)
         variance = merged.squares / max(merged.count - 1 if pools_samples else merged.count, 1)
         module.running_mean.lerp_(merged.mean.to(module.running_mean.dtype), momentum)
