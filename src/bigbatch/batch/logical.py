@@ -85,6 +85,8 @@ class Part(NamedTuple):
         summed_inside: Gradients are summed over ranks inside backward. Then every micro-batch needs a backward, and
             what is corrected afterwards must be divided by the same number on all ranks before.
         is_joined: Ranks get parts of their gradients from the losses of others inside backward, with the same need.
+        first_sample: Place of the first sample of this process in the whole batch, which is that of the ranks in order.
+        seed: Of dropout by sample, the same on all ranks; None: this process is by itself.
     """
 
     num_micro_batches: int | None
@@ -93,6 +95,8 @@ class Part(NamedTuple):
     scale: float = 1.0
     summed_inside: bool = False
     is_joined: bool = False
+    first_sample: int = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class Accumulator:
             if self.keeping is not None:
                 places = partial(pieces_at, batch, options=self.options, weigher=self._weigher)
                 pieces = self.keeping.begin(done, pieces, micro_batch_size, places)
-            masks = self.dropout.running(done.sizes, self.step_number)
+            masks = self.dropout.running(done.sizes, self.step_number, pieces.part)
             with masks, self.listening(done.sizes) as done.contributions:
                 self._loop(batch, pieces, done, watch)
             self._trusted_hooks |= watch.hooks
@@ -237,8 +237,8 @@ class Accumulator:
     def _pieces_or_nothing(self, batch: Any, size: int | None, check: Callable[[], None] | None) -> Pieces:
         self._undo.take(self.device, everywhere=self._draws_anywhere)
         try:
-            terms, meets = list(self._weigher.by_term), self.pools_statistics
-            pieces = self.ranks.cut(lambda: self._own_pieces(batch, size, check), terms, meets=meets)
+            cut, meets = partial(self._own_pieces, batch, size, check), self.pools_statistics
+            pieces = self.ranks.cut(cut, self._weigher.by_term, self.dropout.next_seed, meets=meets)
             self.check_size(pieces.part.num_samples)
             check_something_counts(pieces)
         except BaseException:
@@ -356,7 +356,7 @@ class Accumulator:
         return returned
 
     def _call_loss_fn(self, piece: Piece) -> Any:
-        with self.precision.forward(self.device.type), self.dropout.forward(piece.num_samples):
+        with self.precision.forward(self.device.type), self.dropout.forward(piece.num_samples, idle=piece.idle):
             return self.loss_fn(self.model, piece.micro_batch)
 
     def _finish(self, pieces: Pieces, done: Accumulation) -> None:

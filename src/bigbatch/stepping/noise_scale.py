@@ -10,6 +10,9 @@ are unbiased for $\mathrm{tr}\Sigma$ and $|G|^2$, for any sizes. (The usual form
 and is wrong by a factor when the sizes differ and it is given their mean.) The noise scale is $S / N$: at a batch of so
 many samples, noise and signal in the gradient are equally large. A ratio of averages is not the average of ratios, so
 the two are averaged over steps one by one. Source: McCandlish, Kaplan, Amodei (2018), https://arxiv.org/abs/1812.06162.
+
+With several ranks the micro-batches are those of all: each rank adds up its own $|c_i|^2 / b_i$, these are summed, and
+$g$ is the reduced gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from bigbatch.errors import LossError, OptionError
+from bigbatch.errors import DistributedError, LossError, OptionError
 from bigbatch.stepping.checks import parameters_of
 from bigbatch.stepping.norms import total_norm
 
@@ -76,14 +79,28 @@ class Contributions:
         self._norms, self._current = [], len(self._sizes)
 
     def weighted_sum(self, device: torch.device) -> torch.Tensor:
-        r"""$\sum_i (B / b_i) |c_i|^2$, float64, shape ``()``; micro-batches without a gradient add nothing."""
+        r"""$\sum_i |c_i|^2 / b_i$, float64, shape ``()``; micro-batches without a gradient add nothing."""
         self._close()
-        num_samples = sum(self._sizes)
-        found = [squares.to(device) * (num_samples / self._sizes[k - 1]) for k, squares in self._squares.items()]
+        found = [squares.to(device) / self._sizes[k - 1] for k, squares in self._squares.items() if k]
         return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
 
 
 _WIDE = torch.float32
+
+
+class _Seen(NamedTuple):
+    """The micro-batches of a step, over all ranks.
+
+    Attributes:
+        num_samples, num_micro_batches: In it.
+        parts: What ``Contributions.weighted_sum`` gives, of the unscaled gradient.
+        is_known: Whether the size of each is known.
+    """
+
+    num_samples: int
+    num_micro_batches: int
+    parts: torch.Tensor
+    is_known: bool
 
 
 class _Averages(NamedTuple):
@@ -128,6 +145,15 @@ class NoiseScale:
         if wanted:
             accumulator.listening = lambda sizes: Contributions(parameters_of(optimizers), sizes)
 
+    def check_ranks(self) -> None:
+        """Raise ``DistributedError`` where no rank sees the gradient of a micro-batch of its own."""
+        ranks = self._accumulator.ranks
+        if self._wanted and ranks.are_several and ranks.reducer.is_sharded:
+            raise DistributedError(
+                "noise_scale=True needs the gradient of each micro-batch, and FSDP2 sums those of all ranks before "
+                "anybody sees them. Wrap the model in DistributedDataParallel, or leave noise_scale out."
+            )
+
     @property
     def value(self) -> float | None:
         """Samples; None when no step was measured. Waits for the device."""
@@ -138,7 +164,7 @@ class NoiseScale:
 
         Args:
             done: The micro-batches.
-            norm: Of the gradient: unscaled, and not clipped.
+            norm: Of the gradient of all ranks: unscaled, and not clipped.
 
         Raises:
             LossError: The parts of this loss cannot be told apart.
@@ -146,23 +172,36 @@ class NoiseScale:
         if not self._wanted:
             return None
         self._pending = self._kept
-        self._is_too_few = len(done.sizes) < 2 or not all(done.sizes)
+        seen = self._over_ranks(self._seen(done, norm.device))
+        self._is_too_few = seen.num_micro_batches < 2 or not seen.is_known
         if not self._is_too_few and done.contributions.is_complete:
-            self._pending = self._kept.with_step(*self._of_step(done, norm))
+            whole = norm.double().square()
+            noise = (seen.num_samples * seen.parts - whole) * (seen.num_samples / (seen.num_micro_batches - 1))
+            self._pending = self._kept.with_step(noise, whole - noise / seen.num_samples)
         return self._pending.ratio if self._pending.num_steps else None
 
-    def _of_step(self, done: Accumulation, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shares, num_samples = done.shares, sum(done.sizes)
-        if shares.num_backwards > 1 or shares.has_constants:
+    def _seen(self, done: Accumulation, device: torch.device) -> _Seen:
+        """Of this rank."""
+        sizes, shares = done.sizes, done.shares
+        several = self._accumulator.ranks.are_several or len(sizes) > 1
+        if several and (shares.num_backwards > 1 or shares.has_constants):
             raise LossError(_CANNOT_BE_TOLD_APART)
-        factor: Any = next(iter(shares.corrections().values()), 1.0)
-        scaler = self._accumulator.precision.scaler
-        if scaler is not None:
-            factor = factor / scaler.scale(torch.ones((), device=norm.device))
-        parts = done.contributions.weighted_sum(norm.device) * factor**2
-        whole = norm.double().square()
-        noise = (parts - whole) * (num_samples / (len(done.sizes) - 1))
-        return noise, whole - noise / num_samples
+        parts, is_known = torch.zeros((), dtype=torch.float64, device=device), all(sizes)
+        if is_known:
+            factor: Any = shares.factor_of_contributions
+            scaler = self._accumulator.precision.scaler
+            if scaler is not None:
+                factor = factor / scaler.scale(torch.ones((), device=device))
+            parts = done.contributions.weighted_sum(device) * factor**2
+        return _Seen(sum(sizes), len(sizes), parts, is_known)
+
+    def _over_ranks(self, own: _Seen) -> _Seen:
+        ranks = self._accumulator.ranks
+        if not ranks.are_several:
+            return own
+        rows = ranks.tell([float(number) for number in own])
+        num_samples, num_micro_batches, parts, num_known = (sum(column) for column in zip(*rows, strict=True))
+        return _Seen(int(num_samples), int(num_micro_batches), own.parts.new_tensor(parts), num_known == len(rows))
 
     def keep(self) -> None:
         """The step that was measured last was made."""

@@ -205,8 +205,11 @@ class Shares:
 
     def corrections(self) -> dict[Group, Factor]:
         """By group, what its gradient is still to be multiplied by. Groups that need nothing are left out."""
+        return {} if self._corrected else self._factors()
+
+    def _factors(self) -> dict[Group, Factor]:
         found: dict[Group, Factor] = {}
-        for name, kind in () if self._corrected else self._kinds:
+        for name, kind in self._kinds:
             account = self._accounts[name]
             if kind == "ratio" and not self._single:
                 if self._part.summed_inside or self._part.is_joined:
@@ -216,6 +219,11 @@ class Shares:
             elif kind == "mean" and self._totals is None and account.values:
                 found[name] = account.provisional / sum(account.coefficients)
         return found
+
+    @property
+    def factor_of_contributions(self) -> Factor:
+        """What the gradient of a backward is to be multiplied by to be its part of that of the batch, of one group."""
+        return next(iter(self._factors().values()), 1.0) / self._part.scale
 
     def take_corrections(self) -> dict[Group, Factor]:
         """The same for the last time: from now on nothing is left to be corrected."""

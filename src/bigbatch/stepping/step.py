@@ -15,7 +15,7 @@ from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.memory.recompute import apply
 from bigbatch.stepping.after_backward import Accumulation
 from bigbatch.stepping.averaging import update_all_or_nothing, updater_of
-from bigbatch.stepping.checks import check_no_gradients, check_one_process, optimizers_of, parameters_of, schedulers_of
+from bigbatch.stepping.checks import check_no_gradients, optimizers_of, parameters_of, schedulers_of
 from bigbatch.stepping.exactness import why_not_exact
 from bigbatch.stepping.fitting import first_batch, sizing
 from bigbatch.stepping.gradients import accumulation_dtype_of, clear_gradients
@@ -168,8 +168,7 @@ class Step:
             named: What ``named_parameters`` gives.
         """
         ranks = self.accumulator.ranks
-        if self.options.noise_scale:
-            check_one_process("noise_scale=True")  # parts are of this rank, and the gradient is of all
+        self.noise_scale.check_ranks()
         self.accumulator.step_number = self.num_steps + self.num_skipped  # the same when it is made again
         done = self.accumulator.run(
             batch, micro_batch_size, named, check=lambda: check_no_gradients(named, parameters_of(self.optimizers))

@@ -11,7 +11,7 @@ another meet as often as they send some; a rank that fails is heard at the next 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -28,6 +28,8 @@ from bigbatch.stepping.distributed.meetings import Meetings, OthersFailedError
 from bigbatch.stepping.distributed.reducing import Reducer
 
 _WELL, _OUT_OF_MEMORY, _FAILED = 0.0, 1.0, 2.0
+_HALF = 2**32
+"""A seed has 64 bits, and the numbers that are told are float64, which holds 53: it is told in two halves."""
 
 
 class Ranks:
@@ -163,12 +165,20 @@ class Ranks:
             rank=ranks[0],
         ) from None
 
-    def cut(self, cut: Callable[[], Pieces], terms: Sequence[str | None], *, meets: bool = False) -> Pieces:
+    def cut(
+        self,
+        cut: Callable[[], Pieces],
+        terms: Collection[str | None],
+        next_seed: Callable[[], int] = lambda: 0,
+        *,
+        meets: bool = False,
+    ) -> Pieces:
         """The micro-batches of this rank, with the weight of those of all ranks.
 
         Args:
             cut: Cuts the share of this rank. It may be empty.
             terms: What the weights are for.
+            next_seed: Of dropout by sample, as this rank would take it; that of rank 0 holds for all.
             meets: The ranks will meet inside forward and backward.
         """
         self.meetings = None
@@ -186,11 +196,11 @@ class Ranks:
         except Exception as error:
             failure = error
         weights = [(pieces.totals or {}).get(term, 0.0) for term in terms]
-        rows = self.agree(failure, [pieces.count or 0, pieces.num_samples, *weights])
+        rows = self.agree(failure, [pieces.count or 0, pieces.num_samples, *divmod(next_seed(), _HALF), *weights])
         counts = [int(row[0]) for row in rows]
         if not any(counts):
             raise EmptyBatchError("The batch is empty on every rank.")
-        totals = {term: sum(row[2 + i] for row in rows) for i, term in enumerate(terms)}
+        totals = {term: sum(row[4 + i] for row in rows) for i, term in enumerate(terms)}
         first = next(rank for rank, count in enumerate(counts) if count)
         part = Part(
             sum(counts),
@@ -199,6 +209,8 @@ class Ranks:
             scale=self.reducer.scale,
             summed_inside=self.reducer.reduces_inside,
             is_joined=meets,
+            first_sample=int(sum(row[1] for row in rows[: self.rank])),
+            seed=int(rows[0][2]) * _HALF + int(rows[0][3]),
         )
         mine = [*pieces.pieces, *self._idle(pieces, counts, first, max(self.reducer.num_forwards(max(counts)), meets))]
         self.meetings = Meetings(self) if meets else None
@@ -289,7 +301,7 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {said if said.endswith('.') else said + '.'}"
 
 
-def _all_at_hand(pieces: Pieces, terms: Sequence[str | None]) -> Pieces:
+def _all_at_hand(pieces: Pieces, terms: Collection[str | None]) -> Pieces:
     """As a list: the weight must be known before the first forward, so an iterator is read to its end."""
     if isinstance(pieces.pieces, list) and pieces.totals is not None:
         return pieces

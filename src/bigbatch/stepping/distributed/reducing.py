@@ -42,6 +42,7 @@ class Reducer:
         group: The process group of the ranks; None: there is only this process.
         reduces_inside: Gradients are summed inside backward, or there are other collectives in the model, so that all
             ranks must run as many forwards and backwards.
+        is_sharded: Some parameters are spread over the ranks.
         must_run_together: There are collectives in each forward.
         has_sync_batch_norm: Layers of torch would join ranks in each forward, where they are not taken the place of.
         is_quiet: Nothing is reduced for now.
@@ -61,6 +62,7 @@ class Reducer:
         self.has_sync_batch_norm = several and any(isinstance(module, nn.SyncBatchNorm) for module in modules)
         syncs = self.has_sync_batch_norm and not pools
         self._overlaps = bool(self._ddps) and when != "after"
+        self.is_sharded = bool(self._sharded)
         self.reduces_inside = bool(self._sharded or syncs or self._overlaps)
         self.must_run_together = bool(self._sharded or syncs)
         self.is_quiet = False

@@ -2,7 +2,9 @@ r"""Dropout whose masks do not depend on how a batch is cut: each is a function 
 
 Torch draws masks from one stream, in the order of the forwards, so that a cut gives sample 7 another mask than the big
 batch would. Here a mask is keyed by (seed, number of the step, place of the sample in the batch, number of the call in
-the forward): any cut, and a step that is made again after running out of memory, drops the same.
+the forward): any cut, and a step that is made again after running out of memory, drops the same. With several ranks the
+batch is that of rank 0, then that of rank 1, and so on: each knows the place of its first sample, and all take the seed
+of rank 0.
 
 How a dropout is caught: every one of torch, from ``nn.Dropout`` to the maths path of attention, ends in the operation
 ``bernoulli_`` on an empty tensor, or in ``native_dropout`` on a card. A dispatch mode answers these two. That sees what
@@ -28,8 +30,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from bigbatch.batch.logical import Part
 from bigbatch.errors import BatchError, LossError, OptionError
-from bigbatch.stepping.checks import check_one_process
 from bigbatch.stepping.compiled import is_compiled
 from bigbatch.stepping.dropout.philox import keep_mask
 
@@ -52,6 +54,7 @@ _FUSED = {op: [argument.name for argument in op._schema.arguments].index("dropou
 
 _MARK = 0xB16B  # in the upper 16 bits of the field: it is ours. Below are 24 bits each for micro-batch and call.
 _seed_of_this_run: ContextVar[int | None] = ContextVar("_seed_of_this_run", default=None)
+_ALL = Part(None, 0)
 
 
 @contextlib.contextmanager
@@ -72,11 +75,15 @@ class NativeDropout:
     def look_at(self, model: nn.Module) -> None:
         """Nothing needs to be known."""
 
-    def running(self, sizes: list[int], number: int, first: int = 0) -> AbstractContextManager[Any]:
+    def next_seed(self) -> int:
+        """That the next run would take, were it by itself."""
+        return 0
+
+    def running(self, sizes: list[int], number: int, part: Part = _ALL) -> AbstractContextManager[Any]:
         """The micro-batches of a step."""
         return nullcontext()
 
-    def forward(self, num_samples: int, first: int | None = None) -> AbstractContextManager[Any]:
+    def forward(self, num_samples: int, first: int | None = None, *, idle: bool = False) -> AbstractContextManager[Any]:
         """The forward of a micro-batch."""
         return nullcontext()
 
@@ -121,43 +128,51 @@ class PerSampleDropout(NativeDropout):
         layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
         self._time_first = [(name, m) for name, m in named if isinstance(m, layers) and not m.self_attn.batch_first]
 
+    def next_seed(self) -> int:
+        """That the next run would take, were it by itself."""
+        given = self._given
+        return (_next_seed() if given is None else given) % 2**64
+
+    @property
+    def _given(self) -> int | None:
+        return self.seed if self.seed is not None else _seed_of_this_run.get()
+
     @contextlib.contextmanager
-    def running(self, sizes: list[int], number: int, first: int = 0) -> Iterator[None]:
+    def running(self, sizes: list[int], number: int, part: Part = _ALL) -> Iterator[None]:
         """The micro-batches of a step.
 
         Args:
             sizes: Of the micro-batches so far; grows while they run.
             number: Of the step.
-            first: Place of the first sample in a batch that others have the beginning of.
+            part: Of the batch, with the seed of all ranks when there are several.
 
         Raises:
             OptionError: A layer drops in a way that cannot be keyed.
         """
-        check_one_process('dropout="per-sample"')  # several need one seed, and what the others have of the batch
         self._refuse_what_is_out_of_reach()
-        given = self.seed if self.seed is not None else _seed_of_this_run.get()
-        self._masks = _Masks(self._model, _next_seed() if given is None else given, number)
-        self._sizes, self._first = sizes, first
+        self._masks = _Masks(self._model, self.next_seed() if part.seed is None else part.seed, number)
+        self._sizes, self._first = sizes, part.first_sample
         try:
             yield
         finally:
             self._masks = None
-            if given is None:
+            if self._given is None:
                 _draw_seed()
 
     @contextlib.contextmanager
-    def forward(self, num_samples: int, first: int | None = None) -> Iterator[None]:
+    def forward(self, num_samples: int, first: int | None = None, *, idle: bool = False) -> Iterator[None]:
         """The forward of a micro-batch, inside ``running``; in the thread that runs it.
 
         Args:
             num_samples: In it.
             first: Place of its first sample among those that run here; None: it is the last of ``sizes``.
+            idle: Nothing of it counts, so it does not matter what it drops.
 
         Raises:
             BatchError: Nobody knows how many samples it has.
         """
         assert self._masks is not None
-        if num_samples == 0:
+        if num_samples == 0 and not idle:
             raise BatchError(
                 'dropout="per-sample" needs to know how many samples a micro-batch has, and this one does not tell. '
                 'Give dropout="native".'
@@ -244,6 +259,8 @@ class _Masks:
         # Recomputation listens to what is saved, or (reentrant) saves nothing.
         self.may_be_recomputed |= not torch.is_grad_enabled() or _saved_tensors_are_hooked()
         first, num_samples = self._spans[field >> 24 & 0xFFFFFF]
+        if num_samples == 0:
+            return torch.ones(shape, dtype=torch.bool, device=device)
         self._check_samples_come_first(shape, num_samples)
         mask = keep_mask(
             keep,
