@@ -140,6 +140,36 @@ def test_what_two_ranks_saved_goes_on_on_one_and_on_four(tmp_path, alone):
     assert on_four[0]["num_steps"] == (18, 4)
 
 
+def dropping_task(dropout="per-sample"):
+    return exact_task(
+        model=lambda: network(dropout=0.3).double(), dropout=dropout, noise_scale=True, ema=None, epochs=2
+    )
+
+
+def dropping_run(group, dropout="per-sample"):
+    run = Run(dropping_task(dropout), micro_batch_size=2, group=group)
+    return {**trained(run), "noise_scale": run.step.noise_scale.value}
+
+
+def dropping_run_saved_in_the_middle(group, folder, step):
+    saved_in_the_middle(group, folder, step, dropping_task())
+
+
+def test_with_dropout_by_sample_the_run_of_ranks_is_that_of_one_and_goes_on_on_one(tmp_path):
+    """Each rank begins with random numbers of its own; masks are keyed by the seed of rank 0, which is saved."""
+    alone = dropping_run(ALONE)
+    found, *others = on_ranks(3, dropping_run)
+    on_ranks(2, dropping_run_saved_in_the_middle, tmp_path, 8)
+    on_one = gone_on(ALONE, tmp_path, task=dropping_task())
+    native = on_ranks(2, dropping_run, "native")[0]
+
+    assert differences(found, alone) < ALLOWED
+    assert found["noise_scale"] is not None
+    assert all(other["noise_scale"] == found["noise_scale"] for other in others)
+    assert differences(on_one, alone, first=8) < ALLOWED
+    assert differences(native, alone) > 1e-3, "Control: masks that torch draws."
+
+
 def test_samples_seen_twice_are_outside_the_tolerance(alone, monkeypatch):
     """Control: shares that are made equal with samples that were seen, as other samplers make them for 2 ranks."""
     whole = data.LogicalBatches._order
