@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -153,12 +155,31 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
     return found
 
 
+_is_by_itself: ContextVar[bool] = ContextVar("_is_by_itself", default=False)
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Within the block this process is one alone, whatever process group it is in: to try what others need not see."""
+    token = _is_by_itself.set(True)
+    try:
+        yield
+    finally:
+        _is_by_itself.reset(token)
+
+
+def num_ranks() -> int:
+    """Of the process group that this process is in, unless it is ``by_itself``."""
+    distributed = torch.distributed
+    is_grouped = distributed.is_available() and distributed.is_initialized() and not _is_by_itself.get()
+    return distributed.get_world_size() if is_grouped else 1
+
+
 def check_one_process(what: str, why: str = "") -> None:
     """Raise ``DistributedError`` in a process group of several ranks, where ``what`` works in one process only."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if num_ranks() > 1:
         raise DistributedError(
-            f"The process group has {distributed.get_world_size()} ranks, and {what} works in one process only"
+            f"The process group has {num_ranks()} ranks, and {what} works in one process only"
             f"{why and ', for '}{why}: leave it out, or run it without torchrun."
         )
 

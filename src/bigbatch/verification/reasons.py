@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from bigbatch.batch.structure import leaves
-from bigbatch.memory.naming import unwrapped
 from bigbatch.stepping.coupled.outputs import joined_leaves, opened, shown
 from bigbatch.stepping.exactness import EXACT_WITH_WHOLE_BATCH_LOSS
 from bigbatch.stepping.losses import Sum
@@ -17,6 +16,7 @@ from bigbatch.stepping.normalization import batchnorm
 from bigbatch.units import format_names
 from bigbatch.verification.adding_up import Parts, candidates, parts_of
 from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, relative_differences
+from bigbatch.verification.copying import inside
 from bigbatch.verification.runs import Found, Runs
 
 _MOST_ENTRIES = 50_000_000
@@ -51,7 +51,7 @@ def not_deterministic(difference: float, drew_random_numbers: bool) -> str:
 def batch_norms(runs: Runs, worst: float) -> list[str]:
     """A finding about the layers that normalise by the micro-batch they get, if there are any."""
     policy = runs.options.batch_norm
-    named = unwrapped(runs.model).named_modules()
+    named = inside(runs.model).named_modules()
     found = {
         name: layer
         for name, layer in named
@@ -240,7 +240,7 @@ def _layers(names: list[str]) -> str:
 
 def first_layer_across_samples(runs: Runs, first: Any, tolerance: float, batch_norm: str | None) -> str | None:
     """The first layer whose output for the samples of the first micro-batch depends on the samples beside them."""
-    model = unwrapped(runs.model)
+    model = inside(runs.model)
     alone: list[tuple[str, torch.Tensor]] = []
     with _Listening(model, lambda name, output: alone.append((name, output.clone()))):
         runs.forward(first, batch_norm=batch_norm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,8 @@ from bigbatch.batch.logical import LogicalBatch, Piece, pieces_of
 from bigbatch.batch.moving import on_device
 from bigbatch.batch.weighing import Weigher
 from bigbatch.errors import BatchError, BigBatchWarning, LossError, OptionError
-from bigbatch.memory.naming import unwrapped
 from bigbatch.stepping.accumulate import accumulate
+from bigbatch.stepping.checks import by_itself
 from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.coupled.outputs import named_leaves
 from bigbatch.stepping.coupled.whole_batch import WholeBatchLoss
@@ -27,6 +26,7 @@ from bigbatch.stepping.losses import Term, plain_loss, terms_of, value_of
 from bigbatch.stepping.normalization import batchnorm
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.values import AFTER_THE_GRADIENT, DropoutPolicy, StepOptions
+from bigbatch.verification.copying import inside, private_copy
 from bigbatch.verification.widening import Widened, switch_dropout_off, switch_recompute_off, wide_batch, widened
 
 _MOST_OF_A_PARAMETER = 20_000
@@ -81,7 +81,7 @@ class Runs:
         with_masks: bool = False,
     ):
         self._mode = Widened(dtype, drops=with_masks)
-        self.model = copy.deepcopy(model).to(dtype)
+        self.model = private_copy(model, dtype)
         switch_recompute_off(self.model)
         self.dropouts = [] if with_masks else switch_dropout_off(self.model)
         self._dropout = PerSampleDropout(_SEED) if with_masks else NativeDropout()
@@ -89,7 +89,7 @@ class Runs:
         self._loss_fn = loss_fn
         self.options = _options_of_the_gradient(options, dtype, "per-sample" if with_masks else "native")
         self._batch = batch if options.collate is not None else wide_batch(batch, dtype)
-        self._named = {name: p for name, p in unwrapped(self.model).named_parameters() if p.requires_grad}
+        self._named = {name: p for name, p in inside(self.model).named_parameters() if p.requires_grad}
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         for p in self._named.values():
             p.grad = None
@@ -156,7 +156,7 @@ class Runs:
             batch_norm: Instead of that of the options.
         """
         options = {**vars(self.options), **({"batch_norm": batch_norm} if batch_norm else {})}
-        with self._running("native"), same_masks(_SEED):
+        with self._running("native"), same_masks(_SEED), by_itself():
             try:
                 result = accumulate(
                     self.model,

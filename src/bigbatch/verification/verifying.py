@@ -12,7 +12,7 @@ from torch import nn
 
 from bigbatch.batch.sizes import smallest_without_single
 from bigbatch.errors import ArgumentError, BatchError, BigBatchError, OptionError
-from bigbatch.stepping.checks import check_loss_fn, check_model, check_one_process
+from bigbatch.stepping.checks import check_loss_fn, check_model, num_ranks
 from bigbatch.stepping.normalization import batchnorm
 from bigbatch.stepping.undo import Generators
 from bigbatch.values import StepOptions, check_positive
@@ -38,6 +38,8 @@ def verify(
     call to call. The whole batch is run by ``loss_fn`` and autograd alone, and the cut by ``accumulate``. Model,
     ``.grad``, buffers, flags and random numbers stay as they are.
 
+    In a process group each rank compares its own share with itself, and talks to nobody: call it on any of them.
+
     >>> import torch
     >>> model = torch.nn.Linear(3, 1)
     >>> batch = torch.randn(10, 3), torch.randn(10, 1)
@@ -60,10 +62,10 @@ def verify(
         BatchError: The batch cannot be cut, or has less than two samples.
         LossError: What ``loss_fn`` returned is no loss, or it reaches no parameter of the model.
         OptionError: An option has a value that it cannot have.
+        DistributedError: The weights are spread over the ranks.
     """
     check_model(model)
     check_loss_fn(loss_fn)
-    check_one_process("bb.verify")
     check_can_be_run_at_once(batch)
     if dtype not in MAX_DIFFERENCE:
         raise OptionError(f"dtype={dtype!r}; it is one of {', '.join(map(repr, MAX_DIFFERENCE))}.")
@@ -173,6 +175,9 @@ _MASKS_DIFFER = (
     "With dropout, a cut is not the whole batch: the samples of some tensor are not in dimension 0 one after another, "
     'or the forward drops in another order in another cut. Bring the samples there, or give dropout="native".'
 )
+_RANKS_ARE_APART = (
+    "This rank has compared a cut of its own share with the whole of it. What the ranks make together is not compared."
+)
 _DROPOUT_IS_OFF = (
     "Dropout was switched off on the copy: in a step, micro-batches draw other masks than the whole batch "
     'would, from the same distribution. With dropout="per-sample" they have the same, and are compared too.'
@@ -210,6 +215,8 @@ def _findings(runs: Runs, found: Comparison, unequal: Sequence[int]) -> list[str
 
 def _notes(runs: Runs, options: StepOptions) -> tuple[str, ...]:
     notes = []
+    if num_ranks() > 1:
+        notes.append(_RANKS_ARE_APART)
     if runs.dropouts or runs.drops_in_functions:
         notes.append(_DROPOUT_IS_OFF)
     if options.precision not in ("fp32", torch.float32):

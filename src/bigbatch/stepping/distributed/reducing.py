@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import DistributedError, GradientError, OptionError
+from bigbatch.stepping.checks import num_ranks
 from bigbatch.stepping.gradients import DENSE, NONE, SPARSE
 from bigbatch.stepping.insisting import insist
 from bigbatch.units import format_names
@@ -327,9 +328,9 @@ def _group_of(ddps: Sequence[Any], sharded: Sequence[Any]) -> dist.ProcessGroup 
 
 
 def _check_one_process() -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if num_ranks() > 1:
         raise DistributedError(
-            f"The process group has {dist.get_world_size()} ranks, but nothing in the model keeps them equal. Wrap it: "
+            f"The process group has {num_ranks()} ranks, but nothing in the model keeps them equal. Wrap it: "
             f"DistributedDataParallel(model), or fully_shard(model). If each rank is to train a model of its own, give "
             f"each a process group of its own: DistributedDataParallel(model, process_group=...)."
         )
