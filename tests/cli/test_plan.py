@@ -16,7 +16,7 @@ from tests.training.tiny import Points, loss_fn
 TASKS = """
 import torch
 from torch import nn
-from tests.training.tiny import tiny_task
+from tests.training.tiny import network, tiny_task
 
 def deep():
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
@@ -33,6 +33,7 @@ class Branching(nn.Module):
     def forward(self, x):
         return self.linear(x) * (1 if x.sum().item() > 0 else 2)
 
+normed = tiny_task(name="normed", model=lambda: network(norm=True), batch_size=50)
 depends = tiny_task(name="depends", model=Branching, batch_size=50)
 """
 ESTIMATED = ("--device", "cpu", "--estimate")
@@ -69,6 +70,17 @@ def planned_directly(**options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return bb.plan(
         model, loss_fn, batch, optimizer=optimizer, batch_size=4000, memory_budget="8MiB", calibrate=False, **options
+    )
+
+
+@pytest.mark.parametrize(("name", "is_measured"), [("normed", True), ("task", False)])
+def test_how_far_batch_norm_turns_the_gradient_of_the_plan_is_measured(plan, name, is_measured):
+    code, out, _ = plan(f"plans_of_mine.py:{name}", *BUDGET, *ESTIMATED, "--micro-batch-size", "4")
+
+    words = " ".join(out.split())
+    assert code == 0
+    assert (
+        bool(re.search(r"Measured: .* gradient of 16 samples .* of 4 has a cosine of 0\.\d\d\d", words)) == is_measured
     )
 
 

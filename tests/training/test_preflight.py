@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 import bigbatch as bb
 from bigbatch.training.data import LogicalBatches
 from bigbatch.training.preflight import preflight
-from tests.training.tiny import tiny_task
+from tests.training.tiny import network, tiny_task
 
 
 def sgd(learning_rate):
@@ -179,3 +180,20 @@ def test_the_schedule_is_that_of_the_run():
     preflight(tiny_task(scheduler=scheduler, epochs=1), num_steps=10)
 
     assert told == [100, 12]
+
+
+def test_how_far_batch_norm_turns_the_gradient_is_measured():
+    found = preflight(tiny_task(model=lambda: network(norm=True)), num_steps=10, micro_batch_size=2)
+
+    check = check_of(found, "BatchNorm")
+    assert check.verdict == "look"
+    assert re.match(r'under batch_norm="merge" the gradient of 8 samples .* has a cosine of 0\.\d\d\d to', check.found)
+    assert 'batch_norm="exact"' in check.advice
+    assert found.go == all(other.verdict != "wrong" for other in found.checks), "It is no reason to stop."
+
+
+@pytest.mark.parametrize("options", [dict(batch_norm="exact"), dict(model=network)], ids=["exact", "no BatchNorm"])
+def test_where_the_step_is_exact_there_is_no_such_check(options):
+    found = preflight(tiny_task(**{"model": lambda: network(norm=True), **options}), num_steps=10, micro_batch_size=2)
+
+    assert "BatchNorm" not in [check.name for check in found.checks]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bigbatch.verification.comparison import Comparison, relative_differences
+from bigbatch.verification.comparison import Comparison, cosine, relative_differences
 
 
 def test_a_difference_is_relative_to_its_parameter():
@@ -55,3 +55,13 @@ def test_a_comparison_is_shown_as_lines():
     assert "  layer0.weight  1.0e+00" in lines
     assert "  and 2 more, which are closer" in lines
     assert lines[-2:] == ["Found:", "  - A mean over tokens."]
+
+
+def test_the_cosine_is_over_all_parameters_as_one_vector():
+    one = {"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0]), "c": None}
+    other = {"a": torch.tensor([4.0]), "b": torch.tensor([0.0, -3.0]), "c": None}
+
+    assert cosine(one, {name: None if value is None else 2 * value for name, value in one.items()}) == 1
+    assert cosine(one, other) == 0.0
+    assert cosine(one, {**other, "b": torch.tensor([0.0, 3.0])}) == pytest.approx(24 / 25)
+    assert cosine(one, {**other, "b": torch.tensor([0.0, math.nan])}) == 0.0

@@ -35,6 +35,7 @@ from bigbatch.training.data import first_batch
 from bigbatch.training.task import Task
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, json_ready
+from bigbatch.verification.nearness import nearness
 
 _WIDTH = 120
 _PLANNED_FOR = ("cpu", "cuda")
@@ -148,13 +149,27 @@ def run(wanted: Wanted, *, as_json: bool, frontier_file: Path | None, timeline_f
         profile=profile,
         plan=chosen,
         explanation=explain(profile, chosen, batch_size=model.batch_size, budget_bytes=budget_bytes, others=others),
-        advice=wrong_tool(profile, batch_size=model.batch_size, budget_bytes=budget_bytes, plan=chosen),
+        advice=(
+            *wrong_tool(profile, batch_size=model.batch_size, budget_bytes=budget_bytes, plan=chosen),
+            *_measured_batch_norm(planner, model, chosen),
+        ),
     )
     _print(found, as_json=as_json)
     if frontier_file is not None:
         draw_frontier(_frontier(found, fastest), frontier_file)
     if timeline_file is not None:
         _draw_timeline(planner, found, timeline_file)
+
+
+def _measured_batch_norm(planner: Planner, model: _Model, chosen: Plan) -> list[str]:
+    """How far BatchNorm turns the gradient of the micro-batches of a plan, where the model can be run."""
+    step, size = model.step, chosen.micro_batch_size
+    if not planner.can_run or size >= model.batch_size:
+        return []
+    found = nearness(step.model, step.accumulator.given_loss_fn, model.batch, size, step.options)
+    if found is None or found.cosine is None or found.is_near:
+        return []
+    return [f"Measured: {found}. {found.remedy}"]
 
 
 def _shape(wanted: Wanted) -> _Model:

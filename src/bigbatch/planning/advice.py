@@ -204,8 +204,9 @@ def _few_samples(profile: MemoryProfile, batch_size: int, plan: Plan) -> str | N
         return None
     return (
         f"BatchNorm normalizes each micro-batch by the statistics of its {plan.micro_batch_size} samples, not of the "
-        f"{batch_size} of the batch; below {FEW_SAMPLES} they are noisy, and the model trains worse. Take GroupNorm, "
-        f'freeze the statistics (batch_norm="frozen"), or, on several cards, SyncBatchNorm.'
+        f"{batch_size} of the batch; below {FEW_SAMPLES} they are noisy, and the model trains worse. Give "
+        f'batch_norm="exact", take GroupNorm, freeze the statistics (batch_norm="frozen"), or, on several cards, take '
+        f"SyncBatchNorm."
     )
 
 

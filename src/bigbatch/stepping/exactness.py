@@ -12,13 +12,14 @@ _WHY = {
     "same in distribution": (
         "random numbers were drawn in the forward (dropout), in another order than the big batch would draw them. "
         'Expectation and variance of the gradient are the same; dropout="per-sample" is exact.'
+        """What to do about BatchNorm in train mode elsewhere."""
     ),
     "approximate": (
         "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for "
-        "all samples."
+        "all samples. bb.verify and bigbatch train --check measure how far that turns the gradient."
     ),
 }
-_EXACT_BATCH_NORM = 'Larger micro-batches come closer; GroupNorm, batch_norm="exact" or "frozen" is exact.'
+EXACT_BATCH_NORM = 'Larger micro-batches come closer; GroupNorm, batch_norm="exact" or "frozen" is exact.'
 
 
 def why_not_exact(exactness: str, *, is_of_whole_batch: bool) -> str | None:
@@ -30,4 +31,4 @@ def why_not_exact(exactness: str, *, is_of_whole_batch: bool) -> str | None:
     """
     if exactness != "approximate":
         return _WHY.get(exactness)
-    return f"{_WHY[exactness]} {EXACT_WITH_WHOLE_BATCH_LOSS if is_of_whole_batch else _EXACT_BATCH_NORM}"
+    return f"{_WHY[exactness]} {EXACT_WITH_WHOLE_BATCH_LOSS if is_of_whole_batch else EXACT_BATCH_NORM}"

@@ -21,6 +21,7 @@ from bigbatch.training.switches import Switches
 from bigbatch.training.task import Task
 from bigbatch.units import format_bytes, format_seconds
 from bigbatch.values import check_positive
+from bigbatch.verification.nearness import nearness
 
 Verdict = Literal["ok", "look", "wrong"]
 
@@ -117,7 +118,7 @@ def preflight(
     finally:
         for listener in listeners:
             listener.close()
-    return Preflight(len(seen), (*_memory(run, expected_bytes), *_curves(seen, run)))
+    return Preflight(len(seen), (*_memory(run, expected_bytes), *_curves(seen, run), *_batch_norm(run)))
 
 
 def _long_enough(task: Task, num_steps: int) -> Task:
@@ -238,6 +239,16 @@ def _norms(norms: Sequence[float], max_grad_norm: float | None) -> Iterator[Chec
         mostly = share > _MOSTLY_CLIPPED
         advice = "Clipping sets the step size; raise max_grad_norm, or lower the learning rate." if mostly else ""
         yield Check("clipping", "look" if advice else "ok", f"{share:.0%} of the steps over {max_grad_norm:g}", advice)
+
+
+def _batch_norm(run: Run) -> Iterator[Check]:
+    """Where layers see the statistics of micro-batches: how far that turns the gradient, measured."""
+    size, options = run.step.micro_batch_size, run.parts.options
+    found = nearness(run.parts.model, run.task.loss_fn, run.first_batch(), size, options)
+    if found is not None and found.is_near:
+        yield Check("BatchNorm", "ok", str(found))
+    elif found is not None:
+        yield Check("BatchNorm", "look", str(found), found.remedy)
 
 
 def _times(seconds: Sequence[float]) -> Check:

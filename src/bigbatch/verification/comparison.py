@@ -34,6 +34,8 @@ class Comparison(_Json):
         deterministic: Whether the whole batch gave the same gradient twice.
         findings: What does not add up, in words, each with its remedy; also layers that never get a gradient.
         notes: What was done otherwise than in a step, such as dropout that was switched off.
+        cosine: The smallest over the cuts, between the gradient of the cut and that of the whole batch, over all
+            parameters; 1: the same direction.
     """
 
     differences: dict[str, float]
@@ -43,6 +45,7 @@ class Comparison(_Json):
     deterministic: bool = True
     findings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    cosine: float = 1.0
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -73,6 +76,8 @@ def described(found: Comparison) -> list[str]:
         lines.append(f"  and {len(found.differences) - len(rows)} more, which are closer")
     lines.append(f"  {'(the loss)':{width}}  {found.loss_difference:.1e}")
     lines.append(f"  allowed: {MAX_DIFFERENCE[found.dtype]:.0e}")
+    if not found.equal:
+        lines.append(f"  cosine of the two gradients: {found.cosine:.3f}")
     for title, texts in (("Found", found.findings), ("Done otherwise than in a step", found.notes)):
         lines += ["", f"{title}:", *(f"  - {text}" for text in texts)] if texts else []
     return lines
@@ -96,6 +101,15 @@ def relative_differences(
         name: _ratio(_distance(found[name], value), max(norms[name], floor)) for name, value in expected.items()
     }
     return dict(sorted(differences.items(), key=lambda item: -item[1]))
+
+
+def cosine(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> float:
+    """Between two gradients by the same names, each as one vector; 0 where one is zero or not finite."""
+    both = [(a, expected[name]) for name, a in found.items()]
+    product = sum(float((_wide(a) * _wide(b)).sum()) for a, b in both if a is not None and b is not None)
+    norms = (math.sqrt(sum(_norm(value) ** 2 for value in values)) for values in zip(*both, strict=True))
+    size = math.prod(norms)
+    return product / size if size > 0 and math.isfinite(product) and math.isfinite(size) else 0.0
 
 
 def _norm(value: torch.Tensor | None) -> float:

@@ -48,7 +48,7 @@ def not_deterministic(difference: float, drew_random_numbers: bool) -> str:
     return f"The loss is not deterministic: the whole batch gave gradients {difference:.1e} apart in two runs: {why}."
 
 
-def batch_norms(runs: Runs, worst: float) -> list[str]:
+def batch_norms(runs: Runs, comparison: Comparison) -> list[str]:
     """A finding about the layers that normalise by the micro-batch they get, if there are any."""
     policy = runs.options.batch_norm
     named = inside(runs.model).named_modules()
@@ -61,7 +61,8 @@ def batch_norms(runs: Runs, worst: float) -> list[str]:
         return []
     text = (
         f"BatchNorm: {_layers(list(found))} {_s('see', found)} the statistics of each micro-batch, and not of "
-        f"the whole batch (up to {worst:.1e} off). "
+        f"the whole batch. So the gradient has a cosine of {comparison.cosine:.3f} to that of the whole batch, and a "
+        f"parameter is up to {comparison.worst[1]:.1e} off. "
     )
     text += (
         EXACT_WITH_WHOLE_BATCH_LOSS

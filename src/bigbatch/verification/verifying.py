@@ -17,7 +17,7 @@ from bigbatch.stepping.normalization import batchnorm
 from bigbatch.stepping.undo import Generators
 from bigbatch.values import StepOptions, check_positive
 from bigbatch.verification import reasons
-from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, DType, relative_differences
+from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, DType, cosine, relative_differences
 from bigbatch.verification.runs import Found, Runs, check_can_be_run_at_once, untouched
 
 
@@ -166,6 +166,7 @@ def _with_masks(without: Comparison, runs: Runs, sizes: Sequence[int], dtype: DT
         without,
         differences=dict(sorted(worst.items(), key=lambda item: -item[1])),
         loss_difference=max(found.loss_difference, without.loss_difference),
+        cosine=min(found.cosine, without.cosine),
         findings=findings,
         notes=tuple(note for note in without.notes if note != _DROPOUT_IS_OFF),
     )
@@ -193,12 +194,13 @@ def _distance(cuts: Sequence[Found], whole: Found, dtype: DType) -> Comparison:
         max(loss if math.isfinite(loss) else math.inf for loss in losses),
         tuple(cut.sizes for cut in cuts),
         dtype,
+        cosine=min(cosine(cut.gradients, whole.gradients) for cut in cuts),
     )
 
 
 def _findings(runs: Runs, found: Comparison, unequal: Sequence[int]) -> list[str]:
     """Why these cuts are not the whole batch."""
-    layers = reasons.batch_norms(runs, found.worst[1])
+    layers = reasons.batch_norms(runs, found)
     if not unequal or (layers and not reasons.can_be_frozen(runs)):
         return layers
     policy = None
