@@ -63,6 +63,20 @@ def dropout_case(group: Any, num_samples: int, wrap: str, last_is_empty: bool, *
     return dropped(model, share, **options)
 
 
+def coupled(model: nn.Module, share: Any, **options: Any) -> dict[str, Any]:
+    """The same of a loss that looks across samples."""
+    loss_fn = bb.WholeBatchLoss(lambda m, b: m(b["x"]).mean(1), lambda out, b: (out.T @ out / len(out)).square().sum())
+    result = bb.accumulate(model, loss_fn, share, dropout="per-sample", **options)
+    return {"gradient": gradients_of(model), "loss": float(result.loss)}
+
+
+def coupled_case(group: Any, num_samples: int) -> dict[str, Any]:
+    model = wrapped(dropping(), "ddp", group)
+    share = share_of(tokens(num_samples), group)
+    seeded(group.rank())
+    return coupled(model, share, micro_batch_size=2)
+
+
 def dealt_case(group: Any, num_samples: int) -> dict[str, Any]:
     """Shares that are dealt in turn, as ``DistributedSampler`` does."""
     model = wrapped(dropping(), "ddp", group)

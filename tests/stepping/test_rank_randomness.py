@@ -67,6 +67,17 @@ def test_so_are_they_where_gradients_are_summed_inside_backward(ranks, wrap, red
     assert max(gradient_error(rank["gradient"], expected) for rank in found) <= 1e-12
 
 
+def test_so_are_they_in_both_passes_of_a_loss_that_looks_across_samples(ranks):
+    found = ranks.run(3, cases.coupled_case, 11)
+
+    model = cases.dropping()
+    torch.manual_seed(7)
+    expected = cases.coupled(model, cases.tokens(11))
+    for rank in found:
+        assert gradient_error(rank["gradient"], expected["gradient"]) <= 1e-12
+        assert abs(rank["loss"] - expected["loss"]) <= 1e-12
+
+
 def test_shares_that_are_dealt_in_turn_are_a_batch_in_the_order_of_the_ranks(ranks):
     found = ranks.run(2, cases.dealt_case, 8)
 
