@@ -97,6 +97,7 @@ class Plan(_Json):
         peak_bytes: Expected peak of a steady step, in bytes.
         step_seconds: Expected time of a step, in seconds.
         budget_bytes: The budget it was made for, in bytes.
+        reduce: How FSDP2 sums gradients, as in ``StepOptions.reduce``; None: as the step is told.
     """
 
     micro_batch_size: int
@@ -110,8 +111,11 @@ class Plan(_Json):
     offload: tuple[str, ...] = ()
     max_tokens: int | None = None
     footprint: Footprint | None = None
+    reduce: Literal["after", "each"] | None = None
 
     def __post_init__(self) -> None:
+        if self.reduce is not None:
+            check_choice("reduce", self.reduce, ("after", "each"))
         for name in ("micro_batch_size", "accumulation_steps", "max_tokens"):
             size = getattr(self, name)
             if size is not None or name == "micro_batch_size":

@@ -23,8 +23,41 @@ def fake_copy(value: Any, mode: FakeTensorMode) -> Any:
         value: Anything that ``copy.deepcopy`` takes, for example a tuple of a model and its optimizer.
         mode: Of all fake tensors that are to meet.
     """
-    with _CopyAsFakes(mode):
+    with _CopyAsFakes(mode), _without_sharding():
         return copy.deepcopy(value)
+
+
+@contextlib.contextmanager
+def _without_sharding() -> Iterator[None]:
+    """Within the block, modules that FSDP2 has sharded can be copied: as they were before."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    changed = [] if fsdp is None else [cls for cls in fsdp.FSDPModule.__subclasses__() if "__deepcopy__" in vars(cls)]
+    before = [cls.__deepcopy__ for cls in changed]
+    for cls in changed:
+        cls.__deepcopy__ = _copy_before_sharding
+    try:
+        yield
+    finally:
+        for cls, method in zip(changed, before, strict=True):
+            cls.__deepcopy__ = method
+
+
+def _copy_before_sharding(module: Any, memo: dict[int, Any]) -> Any:
+    """A copy of the class that FSDP2 made its own from, without its hooks and its state."""
+    plain: Any = type(module).__bases__[1]
+    found = plain.__new__(plain)
+    memo[id(module)] = found
+    for name, value in vars(module).items():
+        if name.startswith("__composable_api_state_key"):
+            continue
+        if name in ("_forward_pre_hooks", "_forward_hooks"):
+            value = type(value)((key, hook) for key, hook in value.items() if not _is_of_fsdp(hook))
+        found.__dict__[name] = copy.deepcopy(value, memo)
+    return found
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp")
 
 
 @contextlib.contextmanager
@@ -73,6 +106,8 @@ class _CopyAsFakes(TorchFunctionMode):
         return memo[id(tensor)]
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if hasattr(tensor, "_local_tensor"):
+            return self._whole(tensor)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor):
             raise TypeError(f"a tensor of the class {type(tensor).__name__} has no fake")
         if tensor.layout != torch.strided or tensor.is_nested:
@@ -84,6 +119,14 @@ class _CopyAsFakes(TorchFunctionMode):
             fake.requires_grad_()
         for name, value in vars(tensor).items():
             setattr(fake, name, value)
+        return fake
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the place of what is spread over ranks, all of it."""
+        with torch.no_grad(), self._mode:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake
 
     def _bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,20 @@ class Line(NamedTuple):
 NOTHING = Line()
 
 
+class Gathered(NamedTuple):
+    """What FSDP2 has whole in a slot, in bytes.
+
+    Attributes:
+        forward_bytes: Parameters in its forward, and what is received.
+        backward_bytes: The same in its backward.
+        sent_bytes: Gradients that are sent there.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    sent_bytes: int
+
+
 @dataclass(frozen=True)
 class Part:
     """Another way to recompute a block: modules inside it alone, or all of it but some operations.
@@ -122,6 +136,7 @@ class MemoryProfile:
         buffer_bytes: Buffers of the model.
         average_bytes: An EMA of the weights.
         other_bytes: What a step itself keeps: copies of buffers to undo a failed step, tensors outside of the model.
+        bucket_bytes: Of several ranks, what is there to sum gradients: the buckets of DistributedDataParallel.
         update_bytes: Most bytes alive from the last backward to the end of the step beyond gradients: what clipping and
             the optimizer need for a moment.
         update_is_lean: Whether no option of the optimizers makes ``update_bytes`` less.
@@ -131,6 +146,8 @@ class MemoryProfile:
         slots: In the order of the forward. The first and the last are not blocks.
         outputs: Gradients of the outputs of a ``WholeBatchLoss``, by samples of the whole batch.
         loss_bytes: Of a ``WholeBatchLoss``, the most bytes alive in the loss for so many samples of the whole batch.
+        gathered: By slot, what of its lines FSDP2 needs; empty where the model is not spread over ranks.
+        whole_gradients: Under FSDP2, that ``gradient_bytes`` are those of the whole model, until the last micro-batch.
         workspace: Bytes that kernels need only while they run, beyond counted storages; zero when not measured.
         micro_seconds: Measured or estimated ``(samples, seconds)`` of one forward-backward without recompute.
         update_seconds: Of what comes once a step.
@@ -151,6 +168,7 @@ class MemoryProfile:
     buffer_bytes: int = 0
     average_bytes: int = 0
     other_bytes: int = 0
+    bucket_bytes: int = 0
     update_bytes: int = 0
     update_is_lean: bool = False
     batch: Line = NOTHING
@@ -159,6 +177,8 @@ class MemoryProfile:
     slots: tuple[Slot, ...] = ()
     outputs: Line = NOTHING
     loss_bytes: tuple[tuple[int, float], ...] = ()
+    gathered: tuple[Gathered, ...] = ()
+    whole_gradients: bool = False
     workspace: Line = NOTHING
     micro_seconds: tuple[tuple[int, float], ...] = ()
     update_seconds: float = 0.0
@@ -174,7 +194,8 @@ class MemoryProfile:
     @property
     def resident_bytes(self) -> int:
         """What is there at every moment of a step, beside the batch."""
-        return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes + self.average_bytes + self.other_bytes
+        of_model = self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes + self.average_bytes
+        return of_model + self.other_bytes + self.bucket_bytes
 
     def loss_bytes_at(self, num_samples: int) -> float:
         """The most bytes alive in the loss of a whole batch.
@@ -240,6 +261,7 @@ _READERS: dict[str, Any] = {
     "outputs": _line,
     "loss_bytes": lambda values: tuple((int(size), num_bytes) for size, num_bytes in values),
     "storages": lambda values: tuple(map(_line, values)),
+    "gathered": lambda values: tuple(Gathered(*value) for value in values),
     "slots": lambda values: tuple(map(_slot, values)),
     "micro_seconds": lambda values: tuple((int(size), seconds) for size, seconds in values),
     "warnings": tuple,

@@ -70,8 +70,8 @@ class Explanation:
         budget_bytes: What it was planned for.
         headroom_bytes: Budget minus workspace and the peak that the plan states, or the simulated one where it states
             none.
-        kinds: Bytes at the peak by kind: parameters, gradients, optimizer, buffers, averages, other, inputs, saved,
-            work (alive for a moment). They add up to ``peak_bytes``.
+        kinds: Bytes at the peak by kind: parameters, gradients, optimizer, buffers, averages, other, buckets (to sum
+            gradients over ranks), inputs, saved, work (alive for a moment). They add up to ``peak_bytes``.
         blocks: By block, in the order of the forward; what runs between them comes last.
         levers: What each did, in the order in which they were taken.
         limit: The largest of what makes the peak.
@@ -191,6 +191,7 @@ def _kinds(profile: MemoryProfile, simulation: Simulation, moment: _Moment) -> d
         "buffers": profile.buffer_bytes,
         "averages": profile.average_bytes,
         "other": profile.other_bytes + simulation.outputs_bytes,
+        "buckets": profile.bucket_bytes,
         "inputs": simulation.fixed_bytes - simulation.outputs_bytes - profile.resident_bytes,
         "saved": moment.saved,
         "work": moment.work,

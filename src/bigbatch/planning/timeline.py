@@ -76,7 +76,7 @@ def read_timeline(
         "inputs": batch_bytes,
     }
     # Copies for undoing the step are among these, and go before the step is over.
-    buffers = profile.buffer_bytes + profile.average_bytes + profile.other_bytes
+    buffers = profile.buffer_bytes + profile.average_bytes + profile.other_bytes + profile.bucket_bytes
     shift = batch_bytes - micro_batch_bytes
     events = [events[0]._replace(seconds=0.0), *events[1:]]  # The clock starts with the first micro-batch.
     moments, seconds, now = [], [], 0.0

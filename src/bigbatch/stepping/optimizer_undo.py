@@ -43,7 +43,12 @@ class Copies:
 
 def are_little(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether to copy them in each step costs nothing to speak of."""
-    return sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
+    return sum(tensor.nbytes for tensor in map(_here, tensors)) <= _MOST_BYTES
+
+
+def _here(tensor: Any) -> torch.Tensor:
+    """What this rank has of a tensor that is spread over several."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class OptimizerUndo:
@@ -106,7 +111,7 @@ class OptimizerUndo:
         little = are_little(moved)
         self.is_exact = fused or little
         self._tensors = [tensor for tensor in state if tensor.numel() == 1] if fused else moved if little else []
-        self._may_be_dear = sum(tensor.nbytes for tensor in self._tensors) > _FEW_BYTES
+        self._may_be_dear = sum(tensor.nbytes for tensor in map(_here, self._tensors)) > _FEW_BYTES
         self._before = [{p: dict(s) for p, s in optimizer.state.items()} for optimizer in self._optimizers]
 
     def restore(self) -> None:

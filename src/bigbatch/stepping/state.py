@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.errors import OptionError
-from bigbatch.memory.recompute import apply
+from bigbatch.stepping.fitting.sharded_plans import put_on
 from bigbatch.values import Plan, check_positive
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def load_state(step: Step, state: dict[str, Any]) -> None:
     if step.plan is None or step.budget_bytes is not None:  # one that was given by hand stays
         step.micro_batch_size, step.plan = state["micro_batch_size"], plan
         if plan is not None:
-            apply(plan, step.model)
+            put_on(plan, step)
 
 
 def _load_ema_and_scaler(step: Step, state: dict[str, Any]) -> None:

@@ -363,6 +363,11 @@ def _with_plan(
     if memory_budget is not None or micro_batch_size is not None:
         given = "memory_budget" if memory_budget is not None else "micro_batch_size"
         raise OptionError(f"plan and {given} were both given; the plan says how much fits. Leave {given} out.")
+    if plan.reduce is not None:
+        asked = options.get("reduce", plan.reduce)
+        if asked != plan.reduce:
+            raise OptionError(f"reduce={asked!r}, but the plan has {plan.reduce!r}. Give one.")
+        options = {**options, "reduce": plan.reduce}
     if plan.accumulation_dtype is not None:
         asked = options.get("accumulation_dtype")
         if asked is not None and accumulation_dtype_of(asked) != accumulation_dtype_of(plan.accumulation_dtype):

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from bigbatch.stepping.distributed.wrapping import blocks_to_shard
+
 
 def shard(model: nn.Module) -> None:
     """Spread the weights of a model over all ranks, beginning with those of rank 0.
@@ -25,28 +27,9 @@ def shard(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor, src=0)
-    for block in _blocks(model):
+    for block in blocks_to_shard(model):
         fully_shard(block)
     fully_shard(model)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost blocks of lists that have weights of their own; a weight that is tied to another place has not."""
-    num_owners: dict[int, int] = {}
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            num_owners[id(p)] = num_owners.get(id(p), 0) + 1
-    found: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and module is not model:
-            inside = {id(inner) for block in found for inner in block.modules()}
-            found += [block for block in module if id(block) not in inside and _has_own(block, num_owners)]
-    return found
-
-
-def _has_own(block: nn.Module, num_owners: Mapping[int, int]) -> bool:
-    parameters = list(block.parameters())
-    return bool(parameters) and all(num_owners[id(p)] == 1 for p in parameters)
 
 
 def reshard(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ parameters: a rank without a gradient adds zeros, and nobody needs to have used 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import DistributedError, GradientError, OptionError
 from bigbatch.stepping.checks import num_ranks
+from bigbatch.stepping.distributed.buckets import sum_in_buckets
 from bigbatch.stepping.gradients import DENSE, NONE, SPARSE
 from bigbatch.stepping.insisting import insist
 from bigbatch.units import format_names
@@ -26,7 +27,6 @@ from bigbatch.units import format_names
 if TYPE_CHECKING:
     from bigbatch.stepping.after_backward import Accumulation
 
-_BUCKET_BYTES = 25 * 2**20
 _BITS, _PER_WORD = 2, 24
 """Of whether a parameter has a gradient; words are sent as float64, which holds 53 bits."""
 
@@ -40,10 +40,11 @@ class Reducer:
         pools: BatchNorm layers are not torch's: those of ranks do not meet in their forwards.
 
     Attributes:
+        when: As given. FSDP2 may be told otherwise between two steps.
         group: The process group of the ranks; None: there is only this process.
         reduces_inside: Gradients are summed inside backward, or there are other collectives in the model, so that all
             ranks must run as many forwards and backwards.
-        is_sharded: Some parameters are spread over the ranks.
+        is_sharded: FSDP2 spreads the model over the ranks.
         must_run_together: There are collectives in each forward.
         has_sync_batch_norm: Layers of torch would join ranks in each forward, where they are not taken the place of.
         is_quiet: Nothing is reduced for now.
@@ -56,29 +57,29 @@ class Reducer:
     def __init__(self, modules: Sequence[nn.Module], when: str, *, pools: bool = False):
         self._ddps = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self._sharded: list[Any] = [module for module in modules if _is_sharded(module)]
-        self._when = when
+        self.when = when
         self._before: list[tuple[bool, bool]] = []
         self.group = _group_of(self._ddps, self._sharded)
         several = self.group is not None and self.group.size() > 1
         self.has_sync_batch_norm = several and any(isinstance(module, nn.SyncBatchNorm) for module in modules)
         syncs = self.has_sync_batch_norm and not pools
         self._overlaps = bool(self._ddps) and when != "after"
-        self.is_sharded = bool(self._sharded)
         self.reduces_inside = bool(self._sharded or syncs or self._overlaps)
+        self.is_sharded = bool(self._sharded)
         self.must_run_together = bool(self._sharded or syncs)
         self.is_quiet = False
         self._check()
 
     def _check(self) -> None:
-        if self._when == "each" and self._ddps:
+        if self.when == "each" and self._ddps:
             raise OptionError('reduce="each" is for FSDP2; DDP sums gradients once: give reduce="after" or "overlap".')
         for ddp in self._ddps:
-            if self._when == "after" and ddp._comm_hooks:
+            if self.when == "after" and ddp._comm_hooks:
                 raise OptionError(
                     "The DistributedDataParallel has a communication hook, which only its own reduction runs. Give "
                     'reduce="overlap", or leave the hook out.'
                 )
-            if ddp.static_graph and self._when == "after":
+            if ddp.static_graph and self.when == "after":
                 raise OptionError(
                     "DistributedDataParallel(static_graph=True) reduces in its first backward, whoever asks it not to. "
                     'Leave static_graph out, or give reduce="overlap".'
@@ -163,7 +164,7 @@ class Reducer:
             # Buffers are broadcast in a forward, where not every rank may be.
             ddp.require_forward_param_sync = False
         for module in self._sharded:
-            module.set_requires_gradient_sync(is_last or self._when == "each", recurse=False)
+            module.set_requires_gradient_sync(is_last or self.when == "each", recurse=False)
 
     def end(self) -> None:
         """After the last backward: as it was before."""
@@ -229,7 +230,7 @@ class Reducer:
                 self._reduce_sparse(p)
             elif p.grad is None or p.grad.is_sparse:
                 insist(lambda p=p: _fill(p))
-        for bucket in _buckets([p.grad for p, kind in wanted if kind == DENSE and p.grad is not None]):
+        for bucket in sum_in_buckets([p.grad for p, kind in wanted if kind == DENSE and p.grad is not None]):
             self._reduce_bucket(bucket)
         if scale != 1.0:
             for p, _ in wanted:
@@ -279,20 +280,6 @@ def _fill(p: torch.Tensor) -> None:
 def _kinds_of(words: Sequence[float], count: int) -> list[int]:
     mask = (1 << _BITS) - 1
     return [int(words[i // _PER_WORD]) >> (_BITS * (i % _PER_WORD)) & mask for i in range(count)]
-
-
-def _buckets(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Gradients of one device and dtype, so many that a copy of them is small."""
-    by_kind: dict[Any, list[list[torch.Tensor]]] = {}
-    room: dict[Any, int] = {}
-    for gradient in gradients:
-        kind = gradient.device, gradient.dtype
-        if room.get(kind, 0) < gradient.nbytes:
-            by_kind.setdefault(kind, []).append([])
-            room[kind] = _BUCKET_BYTES
-        by_kind[kind][-1].append(gradient)
-        room[kind] -= gradient.nbytes
-    return [bucket for buckets in by_kind.values() for bucket in buckets]
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from bigbatch.errors import BudgetError, EmptyBatchError, OptionError, TraceErro
 from bigbatch.memory.recompute import apply
 from bigbatch.planning.advice import with_advice
 from bigbatch.planning.costs import NOTHING, MemoryProfile
-from bigbatch.stepping.fitting import sizing
+from bigbatch.stepping.fitting import sharded_plans, sizing
 from bigbatch.stepping.fitting.footprints import planned
 from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.values import Plan
@@ -40,14 +40,16 @@ def fit_together(step: Step, batch: Any, budget_bytes: int) -> Plan:
     """The plan of the step: of several ranks each makes one for its share, and all take the most careful.
 
     Raises:
-        OptionError: There are collectives in the forward, so that no rank can try a plan by itself.
+        OptionError: SyncBatchNorm has collectives in the forward, so that no rank can try a plan by itself.
     """
     ranks = step.accumulator.ranks
+    if ranks.reducer.is_sharded:
+        return sharded_plans.fit(Planner, step, batch, budget_bytes)
     if not ranks.are_several:
         return fit(step, batch, budget_bytes)
     if ranks.reducer.must_run_together or ranks.reducer.has_sync_batch_norm:
         raise OptionError(
-            "With FSDP2 or SyncBatchNorm a plan cannot be found by trying, because a rank that runs out of memory "
+            "With SyncBatchNorm a plan cannot be found by trying, because a rank that runs out of memory "
             "cannot tell the others. Give micro_batch_size=, or plan=bb.Plan(micro_batch_size=..., recompute=(...)), "
             "and leave memory_budget out."
         )

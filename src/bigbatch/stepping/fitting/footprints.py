@@ -39,13 +39,14 @@ def planned(
     """What ``Planner.plan`` makes of the profile; for samples with lengths and a budget, with its footprint.
 
     Without one, where it cannot be found: the batch at hand has not enough lengths, the model cannot be traced, or it
-    does other things for other lengths. Then micro-batches are held to ``Plan.max_tokens``.
+    does other things for other lengths, or FSDP2 spreads it. Then micro-batches are held to ``Plan.max_tokens``.
 
     Raises:
         BudgetError: See ``Planner.plan``.
     """
     plan = planner.plan(profile, batch_size, budget_bytes, micro_batch_size=micro_batch_size, recompute=recompute)
-    if planner.step.options.length is None or budget_bytes is None or planner.pooled is not None:
+    has_none = planner.step.options.length is None or planner.pooled is not None or planner.spread.is_sharded
+    if has_none or budget_bytes is None:
         return plan
     by_length = _by_length(planner)
     try:

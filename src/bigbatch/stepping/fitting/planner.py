@@ -18,6 +18,7 @@ from bigbatch.memory.recompute import apply
 from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import NOTHING, Line, MemoryProfile, Slot
 from bigbatch.planning.search import MARGIN, Recompute, nothing_fits, search
+from bigbatch.planning.sharding_costs import Shards
 from bigbatch.planning.simulate import Simulation
 from bigbatch.planning.space import names_held
 from bigbatch.planning.timeline import Timeline, read_timeline
@@ -27,6 +28,8 @@ from bigbatch.stepping.fitting.pricing import Roofline
 from bigbatch.stepping.fitting.profiling import bytes_of_batch, profile_of
 from bigbatch.stepping.fitting.rivals import fastest_in_trial, free_bytes, seconds_of
 from bigbatch.stepping.fitting.shadow import Shadow
+from bigbatch.stepping.fitting.sharded_plans import plan_sharded, ways_of
+from bigbatch.stepping.fitting.shards import Sharding, Spread, shards_of
 from bigbatch.stepping.fitting.timing import timed
 from bigbatch.stepping.fitting.workspace import find_workspace
 from bigbatch.values import Plan
@@ -51,9 +54,12 @@ class Planner:
         device: "cpu" or "cuda": where it will run; None: where the model is.
         card: What the device can do, for models that cannot be timed.
         blocks: Names of modules that are to be recomputed.
+        num_ranks: That will share a batch; None: as many as the model is wrapped for.
+        sharding: How the model will be wrapped, when it is not.
 
     Attributes:
         margin: Share of the budget that plans leave free.
+        spread: How the model is, or will be, spread over ranks.
         pooled: The step, if its BatchNorm layers normalise by the whole batch; else None.
     """
 
@@ -65,18 +71,21 @@ class Planner:
         device: str | None = None,
         card: Card | None = None,
         blocks: Sequence[str] = (),
+        num_ranks: int | None = None,
+        sharding: Sharding | None = None,
     ):
         sizing.check_can_be_cut(step, batch)
         # Layers that pool the whole batch are as torch's own when it is one micro-batch, which is what profiles are of.
         self.pooled = step if step.accumulator.pools_statistics else None
         self.step = as_one_micro_batch(step) if self.pooled else step
         self.batch = batch
-        self._blocks = blocks
+        self.spread = Spread(step, sharding, num_ranks)
+        self._blocks = [*dict.fromkeys((*blocks, *self.spread.names))]
         self.margin = MARGIN
         self.num_samples = num_samples_of(batch, step.options)
         here = step.accumulator.device.type
         self.device = device or ("cuda" if here == "cuda" or (card and card.name != "cpu") else "cpu")
-        self.can_run = here == self.device
+        self.can_run = here == self.device and not self.spread.is_sharded
         self._is_for_card = card is not None
         self._workspaces: dict[Any, int] = {}  # by micro-batch size and what is recomputed
         self.card = card or find_card("cpu" if self.device == "cpu" else _DEFAULT_CARD)
@@ -116,7 +125,7 @@ class Planner:
     @cached_property
     def shadow(self) -> Shadow:
         """The step without numbers, made at its first use."""
-        return Shadow(self.step, self.batch, self.device)
+        return Shadow(self.step, self.batch, self.device, self.spread.buckets)
 
     @cached_property
     def traced(self) -> MemoryProfile:
@@ -126,6 +135,11 @@ class Planner:
             TraceError: Fake tensors cannot follow the model.
         """
         return profile_of(self.step, self.shadow, self.batch, price=Roofline(self.card), wanted=self._blocks)
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The model as FSDP2 spreads it over the ranks."""
+        return shards_of(self.step, self.spread.num_ranks, self.device)
 
     def fits_directly(self, budget_bytes: int) -> bool:
         """Whether the whole batch is expected to fit at once, with nothing recomputed."""
@@ -185,6 +199,8 @@ class Planner:
         Raises:
             RecomputeError: The plan does not go with the model.
         """
+        if self.spread.is_sharded:
+            raise OptionError("A timeline shows a step of one process; leave it out for a plan with FSDP2.")
         if self._is_in_lockstep(plan, batch_size):
             raise OptionError(
                 'Micro-batches with batch_norm="exact" run side by side, and a timeline shows them one by one. Leave '
@@ -210,7 +226,7 @@ class Planner:
     @cached_property
     def lockstep_shadow(self) -> Shadow:
         """The step without numbers whose micro-batches run side by side; made at its first use."""
-        found = Shadow(self.pooled or self.step, self.batch, self.device)
+        found = Shadow(self.pooled or self.step, self.batch, self.device, self.spread.buckets)
         found.workspaces = self.shadow.workspaces
         return found
 
@@ -240,6 +256,11 @@ class Planner:
         Raises:
             BudgetError: There is none.
         """
+        if self.spread.is_sharded:
+            held = {"micro_batch_size": micro_batch_size, "recompute": recompute}
+            ways, budget = ways_of(self.step), budget_bytes or UNLIMITED
+            found = plan_sharded(profile, self.shards, batch_size, budget, ways=ways, **held)
+            return self._finished(found, budget_bytes)
         if self.pooled is not None and (micro_batch_size is None or micro_batch_size < batch_size):
             return plan_pooled(self, profile, batch_size, budget_bytes, micro_batch_size, recompute)
         budget = UNLIMITED if budget_bytes is None else budget_bytes
@@ -259,12 +280,15 @@ class Planner:
                 found = self._within(profile, batch_size, budget, choose)
                 if profile.timing == "measured" and micro_batch_size is None and recompute is None:
                     found = fastest_in_trial(self, found, profile, batch_size, budget)
-                max_tokens = sizing.max_tokens_of(found.micro_batch_size, self.batch, self.step.options)
-                return replace(found, budget_bytes=budget_bytes, max_tokens=max_tokens)
+                return self._finished(found, budget_bytes)
             except _CannotRecomputeError as error:
                 if recompute not in (None, "all"):
                     raise error.cause from None
                 profile = self._without(error.plan, profile)
+
+    def _finished(self, plan: Plan, budget_bytes: int | None) -> Plan:
+        max_tokens = sizing.max_tokens_of(plan.micro_batch_size, self.batch, self.step.options)
+        return replace(plan, budget_bytes=budget_bytes, max_tokens=max_tokens)
 
     def _within(
         self, profile: MemoryProfile, batch_size: int, budget_bytes: int, choose: Callable[[int], Plan]

@@ -87,6 +87,7 @@ def _resident(shadow: Shadow, record: Record, first: MicroBatch, later: MicroBat
         + _num_bytes(fake.model.parameters(), seen),
         "buffer_bytes": _num_bytes(fake.model.buffers(), seen),
         "average_bytes": _num_bytes(_tensors_of(fake.options.ema), seen),
+        "bucket_bytes": shadow.buckets.held_bytes,
         "optimizer_bytes": _num_bytes([v for o in fake.optimizers for s in o.state.values() for v in leaves(s)], seen),
     }
     gradients = later.live_bytes - first.live_bytes

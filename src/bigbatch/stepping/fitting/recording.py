@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from bigbatch.errors import BigBatchWarning
@@ -26,11 +27,12 @@ def apply_quietly(plan: Plan, model: nn.Module) -> Recomputing:
 
 
 @contextlib.contextmanager
-def recorded(step: Step, recorder: Recorder, *, closely: bool) -> Iterator[None]:
+def recorded(step: Step, recorder: Recorder, *, closely: bool, moment_bytes: int = 0) -> Iterator[None]:
     """Within the block, what the step does is noted.
 
     Args:
         closely: Note modules and what they save too, and not the marks alone.
+        moment_bytes: That summing the gradients over ranks, which this step does not, needs before the update.
     """
     accumulator = step.accumulator
     loss_fn, listener, run = accumulator.loss_fn, step.on_micro_batch, accumulator.run
@@ -44,6 +46,7 @@ def recorded(step: Step, recorder: Recorder, *, closely: bool) -> Iterator[None]
     def run_and_mark(*args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
         recorder.mark("update")
+        torch.empty(moment_bytes, dtype=torch.uint8)
         return done
 
     step.on_micro_batch = lambda k, count: recorder.mark("micro-batch")

@@ -23,6 +23,7 @@ from bigbatch.memory.kernels import Workspaces
 from bigbatch.memory.naming import unwrapped
 from bigbatch.memory.offloading import CountedHost, pretend_host
 from bigbatch.memory.trace import FakeRecorder, Price
+from bigbatch.stepping.distributed.buckets import NO_BUCKETS, Buckets
 from bigbatch.stepping.fitting.recording import apply_quietly, recorded
 from bigbatch.stepping.undo import Generators
 from bigbatch.values import Plan
@@ -94,19 +95,23 @@ class Shadow:
         batch: What a step gets; real, or on ``meta``.
         device: "cpu" or "cuda": what the step would run on. On CUDA the allocator rounds every tensor up to 512 bytes,
             and optimizers work on all parameters at once unless told otherwise.
+        buckets: What summing gradients over ranks needs.
 
     Raises:
         TraceError: It cannot be copied.
     """
 
-    def __init__(self, step: Step, batch: Any, device: str = "cpu"):
+    def __init__(self, step: Step, batch: Any, device: str = "cpu", buckets: Buckets = NO_BUCKETS):
         self.device = device
+        self.buckets = buckets
         self.workspaces: tuple[tuple[int, Workspaces], ...] = ()  # by the least samples of a micro-batch, ascending
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._batch = batch
         self._real_options = step.options
         with cannot_be_traced():
             self.step = _fake_step(step, self.mode)
+        with self.mode:
+            self._held = torch.empty(buckets.held_bytes, dtype=torch.uint8)
         if device == "cuda":
             _choose_foreach(self.step.optimizers)
         self._static = frozenset(
@@ -150,7 +155,7 @@ class Shadow:
             recorder = _Recorder(step.model, self._static | of_batch, price, block_bytes=_BLOCK_BYTES[self.device])
             known = [found for least, found in self.workspaces if least <= max(sizes)]
             recorder.workspaces = known[-1] if known else recorder.workspaces
-            recorder.track(step.model, *step.optimizers, step.options.ema, micro_batches, batch.whole)
+            recorder.track(step.model, *step.optimizers, step.options.ema, micro_batches, batch.whole, self._held)
             if gradients:
                 recorder.watch_gradients(step.named_parameters().values())
             try:
@@ -159,7 +164,7 @@ class Shadow:
                     recorder,
                     positions_count_up(of_batch),
                     self._host_of_card(),
-                    recorded(step, recorder, closely=closely),
+                    recorded(step, recorder, closely=closely, moment_bytes=self.buckets.moment_bytes),
                 ):
                     step.attempt(batch, None, step.named_parameters())
                     if isinstance(step.options.ema, nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.coupled.whole_batch import whole_of
+from bigbatch.stepping.distributed.buckets import Buckets, buckets_of
 from bigbatch.stepping.fitting.trial import put_back_afterwards, step_with_zeros
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan, StepOptions
@@ -197,12 +199,36 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
         _update_average(step)  # the first update only copies
         if accumulator.device.type == "cpu":
             held += [batch.micro_batches if isinstance(batch, LogicalBatch) else batch, all_of_them, given.whole]
-        with count_peak_bytes(accumulator.device, track=held) as meter:
+        buckets = buckets_of(step.model, num_ranks=_num_ranks(step), reduce=step.options.reduce)
+        with count_peak_bytes(accumulator.device, track=held) as meter, _with_copies_of_gradients(step, buckets):
             result = step.attempt(given, None, step.named_parameters())
             if result.skipped:  # the optimizer did not run, but its temporaries belong to a steady step
                 step_with_zeros(step)
             _update_average(step)
-    return meter.peak_bytes
+    # Made in C++, they are seen by allocators alone.
+    return meter.peak_bytes + (buckets.held_bytes if accumulator.device.type == "cpu" else 0)
+
+
+def _num_ranks(step: Step) -> int:
+    group = step.accumulator.ranks.group
+    return 1 if group is None else group.size()
+
+
+@contextlib.contextmanager
+def _with_copies_of_gradients(step: Step, buckets: Buckets) -> Iterator[None]:
+    """After the last backward, allocate what summing gradients would take, which a rank by itself does not do."""
+    accumulator, run = step.accumulator, step.accumulator.run
+
+    def run_and_copy(*args: Any, **kwargs: Any) -> Any:
+        done = run(*args, **kwargs)
+        torch.empty(buckets.moment_bytes, dtype=torch.uint8, device=accumulator.device)
+        return done
+
+    accumulator.run = run_and_copy
+    try:
+        yield
+    finally:
+        del accumulator.run
 
 
 def _to_be_run(step: Step, batch: Any, micro_batch_size: int | None) -> tuple[LogicalBatch, list[Any]]:

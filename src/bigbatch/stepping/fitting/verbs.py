@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,13 @@ from bigbatch.planning.advice import with_advice
 from bigbatch.planning.cards import Card, find_card
 from bigbatch.planning.costs import Line, MemoryProfile, Slot
 from bigbatch.planning.search import Recompute, search
+from bigbatch.planning.sharding_costs import with_buckets
 from bigbatch.planning.space import names_held
 from bigbatch.stepping.checks import check_model, update_is_lean
 from bigbatch.stepping.fitting import sizing
 from bigbatch.stepping.fitting.footprints import planned
 from bigbatch.stepping.fitting.planner import UNLIMITED, Planner
+from bigbatch.stepping.fitting.shards import Sharding
 from bigbatch.stepping.step import Step
 from bigbatch.units import parse_bytes
 from bigbatch.values import Plan, check_positive
@@ -84,7 +86,8 @@ def plan(
     optimizer: Any = None,
     batch_size: int | None = None,
     memory_budget: int | str | None = None,
-    world_size: int = 1,
+    world_size: int | None = None,
+    sharding: Sharding | None = None,
     micro_batch_size: int | None = None,
     recompute: Recompute = None,
     calibrate: bool = True,
@@ -112,8 +115,10 @@ def plan(
         batch: With a model; see ``profile``.
         optimizer: With a model; see ``profile``.
         batch_size: Samples in a step, over all ranks; None: those of ``batch``.
-        world_size: Ranks that share a batch. The plan is that of the rank with the largest share; what DDP and FSDP2
-            hold beside the model is not counted.
+        world_size: Ranks that share a batch; None: those that the model is wrapped for, else 1. The plan is that of the
+            rank with the largest share, with what it holds to sum gradients.
+        sharding: How a model that is not wrapped will be: ``"ddp"`` (default for several ranks), or ``"fsdp2"``, as
+            ``bigbatch train`` wraps it: the blocks of its lists, and the model. Then ``Plan.reduce`` is chosen too.
         memory_budget: Bytes, or a text such as ``"8GiB"``; None: unlimited.
         micro_batch_size: Held at this; None to choose it.
         recompute: Held at this: ``"all"`` blocks, each alone, ``"none"``, or names as in ``Plan.recompute``; None to
@@ -127,8 +132,11 @@ def plan(
         BudgetError: Nothing fits; ``smallest_bytes`` is the smallest budget that works.
         TraceError: See ``profile``.
     """
-    batch_size = _largest_share(batch_size, world_size)
+    for name, number in (("world_size", world_size), ("batch_size", batch_size)):
+        if number is not None:
+            check_positive(name, number)
     budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
+    held = {"micro_batch_size": micro_batch_size, "recompute": recompute}
     if isinstance(profile_or_model, MemoryProfile):
         of_a_model = (loss_fn, batch, optimizer, device, card)
         if batch_size is None or any(given is not None for given in of_a_model) or options:
@@ -136,24 +144,17 @@ def plan(
                 "A plan from a profile takes what to plan for, and the profile knows the rest: "
                 'bb.plan(profile, batch_size=64, memory_budget="8GiB").'
             )
-        if profile_or_model.whole_batch:
-            micro_batch_size = _only_size(micro_batch_size, batch_size)
-        try:
-            found = search(
-                profile_or_model,
-                batch_size=batch_size,
-                budget_bytes=budget_bytes or UNLIMITED,
-                micro_batch_size=micro_batch_size,
-                recompute=recompute,
-            )
-        except BudgetError as error:
-            raise with_advice(error, profile_or_model, batch_size) from None
-        return replace(found, budget_bytes=budget_bytes)
-    planner = _planner(profile_or_model, loss_fn, batch, optimizer, device, card, options, _names_in(recompute))
-    num_samples = batch_size or -(-planner.num_samples // world_size)
+        return _from_profile(profile_or_model, batch_size, world_size or 1, sharding, budget_bytes, held)
+    ranks = {"num_ranks": world_size, "sharding": sharding}
+    blocks = _names_in(recompute)
+    planner = _planner(profile_or_model, loss_fn, batch, optimizer, device, card, options, blocks=blocks, **ranks)
+    # An example is of the whole batch, unless the model is wrapped: then it is of this rank.
+    num_samples = (
+        -(-batch_size // planner.spread.num_ranks) if batch_size else -(-planner.num_samples // (world_size or 1))
+    )
     try:
         costs = planner.timed(num_samples, budget_bytes) if calibrate else planner.traced
-        return planned(planner, costs, num_samples, budget_bytes, micro_batch_size, recompute)
+        return planned(planner, costs, num_samples, budget_bytes, **held)
     except BudgetError as error:
         raise with_advice(error, planner.traced, num_samples) from None
     except TraceError as error:
@@ -163,13 +164,29 @@ def plan(
         return planner.by_trying(num_samples, budget_bytes, micro_batch_size, recompute)
 
 
-def _largest_share(batch_size: int | None, world_size: int) -> int | None:
-    """Samples of the rank that has most."""
-    check_positive("world_size", world_size)
-    if batch_size is None:
-        return None
-    check_positive("batch_size", batch_size)
-    return -(-batch_size // world_size)
+def _from_profile(
+    profile: MemoryProfile,
+    batch_size: int,
+    world_size: int,
+    sharding: Sharding | None,
+    budget_bytes: int | None,
+    held: dict[str, Any],
+) -> Plan:
+    if sharding == "fsdp2":
+        raise ArgumentError(
+            "A profile does not know which parameters are in which module, which a plan with FSDP2 needs. Plan from "
+            'the model: bb.plan(model, loss_fn, batch, optimizer=optimizer, sharding="fsdp2", world_size=4, ...).'
+        )
+    num_samples = -(-batch_size // world_size)
+    if world_size > 1:
+        profile = with_buckets(profile)
+    if profile.whole_batch:
+        held = {**held, "micro_batch_size": _only_size(held["micro_batch_size"], num_samples)}
+    try:
+        found = search(profile, batch_size=num_samples, budget_bytes=budget_bytes or UNLIMITED, **held)
+    except BudgetError as error:
+        raise with_advice(error, profile, num_samples) from None
+    return replace(found, budget_bytes=budget_bytes)
 
 
 def _only_size(micro_batch_size: int | None, batch_size: int) -> int:
@@ -194,7 +211,7 @@ def _planner(
     device: str | None,
     card: Any,
     options: dict[str, Any],
-    blocks: Sequence[str] = (),
+    **more: Any,
 ) -> Planner:
     if device not in (None, "cpu", "cuda"):
         raise OptionError(f'device={device!r}; it is "cpu", "cuda", or None for where the model is.')
@@ -207,7 +224,7 @@ def _planner(
     # One without state and temporaries stands for "no optimizer".
     optimizer = optimizer if optimizer is not None else torch.optim.SGD(model.parameters(), lr=0.0)
     found = find_card(card) if isinstance(card, str) else card
-    return Planner(Step(model, loss_fn, optimizer, **options), batch, device=device, card=found, blocks=blocks)
+    return Planner(Step(model, loss_fn, optimizer, **options), batch, device=device, card=found, **more)
 
 
 def _measured(planner: Planner, why: str) -> MemoryProfile:
