@@ -56,10 +56,12 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         block_bytes: The size of a storage is rounded up to a multiple of this, as allocators of devices do.
+        resized: Ask every storage for its size before each operation: FSDP2 empties them and fills them again.
     """
 
-    def __init__(self, block_bytes: int = 1) -> None:
+    def __init__(self, block_bytes: int = 1, *, resized: bool = False) -> None:
         super().__init__()
+        self._resized = resized
         self._block_bytes = block_bytes
         self._live: dict[int, _Entry] = {}
         self._current: dict[str, int] = {}
@@ -108,6 +110,8 @@ class LiveBytes(TorchDispatchMode):
         # count, so it goes first and we see what it calls.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
+        if self._resized:
+            self.current_bytes()
         self._see(args)
         if kwargs:
             self._see(tuple(kwargs.values()))
@@ -235,7 +239,9 @@ class PeakBytes:
 
 
 @contextlib.contextmanager
-def count_peak_bytes(device: torch.device | str, track: Any = ()) -> Iterator[PeakBytes]:
+def count_peak_bytes(
+    device: torch.device | str, track: Any = (), *, resized: bool = False
+) -> Iterator[PeakBytes]:
     """Measure the peak of a block: ``.peak_bytes`` of the yielded value holds it afterwards, also after an error.
 
     On CUDA and XPU the allocator is asked, and its peak statistics begin again: they count everything that lives on
@@ -250,6 +256,7 @@ def count_peak_bytes(device: torch.device | str, track: Any = ()) -> Iterator[Pe
     Args:
         device: Where to count.
         track: What exists already; see ``LiveBytes.track``.
+        resized: See ``LiveBytes``.
     """
     device = torch.device(device)
     found, allocator = PeakBytes(), _allocator(device)
@@ -260,7 +267,7 @@ def count_peak_bytes(device: torch.device | str, track: Any = ()) -> Iterator[Pe
         finally:
             found.peak_bytes = allocator.max_memory_allocated(device)
         return
-    live = LiveBytes()
+    live = LiveBytes(resized=resized)
     live.track(track)
     try:
         with live:

@@ -200,7 +200,8 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
         if accumulator.device.type == "cpu":
             held += [batch.micro_batches if isinstance(batch, LogicalBatch) else batch, all_of_them, given.whole]
         buckets = buckets_of(step.model, num_ranks=_num_ranks(step), reduce=step.options.reduce)
-        with count_peak_bytes(accumulator.device, track=held) as meter, _with_copies_of_gradients(step, buckets):
+        counting = count_peak_bytes(accumulator.device, track=held, resized=accumulator.ranks.reducer.is_sharded)
+        with counting as meter, _with_copies_of_gradients(step, buckets):
             result = step.attempt(given, None, step.named_parameters())
             if result.skipped:  # the optimizer did not run, but its temporaries belong to a steady step
                 step_with_zeros(step)
@@ -218,16 +219,18 @@ def _num_ranks(step: Step) -> int:
 def _with_copies_of_gradients(step: Step, buckets: Buckets) -> Iterator[None]:
     """After the last backward, allocate what summing gradients would take, which a rank by itself does not do."""
     accumulator, run = step.accumulator, step.accumulator.run
+    copies: list[torch.Tensor] = []  # what sends them may hold them a little longer, into the update
 
     def run_and_copy(*args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
-        torch.empty(buckets.moment_bytes, dtype=torch.uint8, device=accumulator.device)
+        copies.append(torch.empty(buckets.moment_bytes, dtype=torch.uint8, device=accumulator.device))
         return done
 
     accumulator.run = run_and_copy
     try:
         yield
     finally:
+        copies.clear()
         del accumulator.run
 
 

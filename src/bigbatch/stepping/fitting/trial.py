@@ -61,22 +61,28 @@ def put_back_afterwards(step: Step) -> Iterator[None]:
 
 
 class _Kept:
-    """A value as it is now; a tensor comes back as the same tensor."""
+    """A value as it is now; a tensor comes back as the same tensor, of one that is spread over ranks its own part."""
 
     def __init__(self, value: Any):
         self._value = value
         is_tensor = isinstance(value, torch.Tensor)
-        self._copy = value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
+        self._copy = _here(value).detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
 
     def restore(self) -> Any:
         if not isinstance(self._value, torch.Tensor):
             return self._copy
+        here = _here(self._value).detach()
         # Not by its version: fused kernels leave none. One that is the same is left alone, so that nobody who watches
         # versions takes it for changed.
-        if not torch.equal(self._value.detach().to("cpu"), self._copy):
+        if not torch.equal(here.to("cpu"), self._copy):
             with torch.no_grad():
-                self._value.copy_(self._copy)
+                here.copy_(self._copy)
         return self._value
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    # Operations on a DTensor may talk to all ranks, of which some may be elsewhere.
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class _OptimizerState:
