@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bigbatch as bb
 from benchmarks.planner.meter import held_by, peak_of
 from tests.reference import big_batch_gradients, gradient_error
-from tests.stepping.rank_cases import gradients_of, plain_name, whole
+from tests.stepping.rank_cases import gradients_of
 
 WORDS, TOKENS = 211, 16
 
@@ -83,7 +83,7 @@ def sharded(model: Any, group: Any, way: str = "plain") -> Any:
 
 
 def ddp_case(group: Any, micro: int, reduce: str, width: int, as_view: bool) -> dict[str, Any]:
-    """Bytes of a real step of all ranks: buckets as the allocator saw them made, and the peak that it saw in the step."""
+    """Bytes of a real step of all ranks: buckets as the allocator saw them made, and its peak in the step."""
     model = language(width=width)
     plain = bb.plan(model, loss_fn, batch_of(6), optimizer=adamw(model), micro_batch_size=micro, calibrate=False)
     wrap = {"process_group": group, "gradient_as_bucket_view": as_view}
@@ -115,19 +115,26 @@ def ddp_case(group: Any, micro: int, reduce: str, width: int, as_view: bool) -> 
 
 
 def fsdp_case(
-    group: Any, micro: int, num_samples: int, reduce: str, recompute: str = "none", way: str = "plain", **how: Any
+    group: Any,
+    micro: int,
+    num_samples: int,
+    reduce: str,
+    recompute: str = "none",
+    way: str = "plain",
+    make: Any = sgd,
+    **how: Any,
 ) -> dict[str, Any]:
     """Bytes that are really alive in a step of all ranks, and the gradient, against the plan and the big batch."""
     model, batch = language(**how), batch_of(num_samples)
     options = {"micro_batch_size": micro, "recompute": recompute, "reduce": reduce, "calibrate": False}
-    alone = bb.plan(model, loss_fn, batch, optimizer=adamw(model), **options)
+    alone = bb.plan(model, loss_fn, batch, optimizer=make(model), **options)
     to_be = None
     if way == "plain":
         spread = {"world_size": group.size(), "batch_size": num_samples * group.size(), "sharding": "fsdp2"}
-        to_be = bb.plan(model, loss_fn, batch, optimizer=adamw(model), **options, **spread).peak_bytes
+        to_be = bb.plan(model, loss_fn, batch, optimizer=make(model), **options, **spread).peak_bytes
     expected = big_batch_gradients(language(**how), loss_fn, batch)
     model = sharded(model, group, way)
-    optimizer = adamw(model)
+    optimizer = make(model)
     plan = bb.plan(model, loss_fn, batch, optimizer=optimizer, **options)
     step = bb.Step(model, loss_fn, optimizer, plan=plan)
     measured = step.measure(batch, micro)
@@ -140,4 +147,29 @@ def fsdp_case(
         "reduce": plan.reduce,
         "recompute": plan.recompute,
         "gradient": gradient_error(gradients_of(model), expected),
+    }
+
+
+def budget_case(group: Any, budget: float, width: int = 49) -> dict[str, Any]:
+    """A step that plans for FSDP2 at its first batch: what it chose, and the bytes that it really takes.
+
+    Args:
+        budget: Of what the whole batch takes at once.
+    """
+    model = sharded(language(width=width), group)
+    optimizer, batch = sgd(model), batch_of(16, seed=group.rank())
+    direct = bb.plan(model, loss_fn, batch, optimizer=optimizer, micro_batch_size=16, recompute="none", calibrate=False)
+    step = bb.Step(model, loss_fn, optimizer, memory_budget=int(budget * (direct.peak_bytes or 0)))
+    try:
+        plan = step.fit(batch)
+    except bb.BudgetError as error:
+        return {"error": str(error), "smallest": error.smallest_bytes}
+    result = step(batch)
+    measured = step.measure(batch, plan.micro_batch_size)
+    return {
+        "plan": plan,
+        "sizes": result.micro_batch_sizes,
+        "share": measured / (step.budget_bytes or 1),
+        "reduce": step.accumulator.ranks.reducer.when,
+        "error": "",
     }

@@ -166,9 +166,18 @@ def test_when_one_rank_finds_no_plan_all_are_told(ranks):
     assert found[0]["error"].startswith("DistributedError: Rank 1 failed: BudgetError: ")
 
 
-def test_a_budget_with_fsdp2_is_refused(ranks):
-    for found in ranks.run(2, cases.plan_case, ["16MiB", "16MiB"], "fsdp2"):
-        assert found["error"].startswith("OptionError: With FSDP2 or SyncBatchNorm a plan cannot be found by trying")
+def test_ranks_plan_for_fsdp2_by_arithmetic_and_take_one_plan(ranks):
+    found = ranks.run(2, cases.plan_case, ["60KiB", "16MiB"], "fsdp2")
+
+    assert {rank["plan"] for rank in found} == {found[0]["plan"]}
+    assert len(found[0]["sizes"]) > 1
+    assert all(rank["unmoved"] and rank["weights"] <= 1e-10 for rank in found)
+
+
+def test_when_no_plan_fits_with_fsdp2_all_ranks_are_told(ranks):
+    for found in ranks.run(2, cases.plan_case, ["16MiB", "1KiB"], "fsdp2"):
+        assert "BudgetError" in found["error"]
+        assert "No plan fits in 1.00 KiB" in found["error"]
 
 
 def test_what_is_wrong_on_some_rank_is_told_on_all(ranks):

@@ -52,6 +52,13 @@ FrontierFile = Annotated[
 TimelineFile = Annotated[
     Path | None, typer.Option("--timeline", metavar="PNG", help="Picture of the bytes over one step, by kind.")
 ]
+WorldSize = Annotated[int, typer.Option(min=1, help="Ranks that share the batch; the budget is that of each.")]
+ParallelKind = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ddp|fsdp2", help="ddp, the default: each rank has all weights; fsdp2: they are spread over the ranks."
+    ),
+]
 
 
 def plan(
@@ -66,6 +73,8 @@ def plan(
     model_device: ModelDevice = None,
     size: Size = None,
     estimate: Estimate = False,
+    world_size: WorldSize = 1,
+    parallel: ParallelKind = None,
     json: Json = False,
     frontier: FrontierFile = None,
     timeline: TimelineFile = None,
@@ -73,6 +82,8 @@ def plan(
     """Find the fastest way to run a big batch inside a memory budget, and say where the bytes go."""
     if card is not None and device_peak is not None:
         raise typer.BadParameter("--card and --device-peak both say what the card can do; give one of them.")
+    if parallel is not None and world_size == 1:
+        raise typer.BadParameter("--parallel is for several ranks: give --world-size too.")
     from bigbatch.cli import run_plan  # loads torch
 
     wanted = run_plan.Wanted(
@@ -87,5 +98,7 @@ def plan(
         model_device=model_device,
         size=size,
         estimate=estimate,
+        world_size=world_size,
+        parallel=parallel or "ddp",
     )
     run_plan.run(wanted, as_json=json, frontier_file=frontier, timeline_file=timeline)

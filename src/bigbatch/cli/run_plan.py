@@ -27,13 +27,15 @@ from bigbatch.reporting.plan_text import Planned, plan_report
 from bigbatch.reporting.text import rendered
 from bigbatch.reporting.timeline import draw_timeline
 from bigbatch.stepping.fitting.planner import Planner
+from bigbatch.stepping.fitting.sharded_plans import costs_of
+from bigbatch.stepping.fitting.shards import Sharding
 from bigbatch.stepping.step import Step
 from bigbatch.tasks.finding import BUILT_IN, find_task
 from bigbatch.tasks.shapes import SHAPES, find_shape
 from bigbatch.training.building import build
 from bigbatch.training.data import first_batch
 from bigbatch.training.task import Task
-from bigbatch.units import parse_bytes
+from bigbatch.units import format_bytes, parse_bytes
 from bigbatch.values import Plan, json_ready
 from bigbatch.verification.nearness import nearness
 
@@ -56,6 +58,8 @@ class Wanted:
     model_device: str | None = None
     size: int | None = None
     estimate: bool = False
+    world_size: int = 1
+    parallel: Sharding = "ddp"
 
     @property
     def is_shape(self) -> bool:
@@ -131,12 +135,17 @@ def run(wanted: Wanted, *, as_json: bool, frontier_file: Path | None, timeline_f
     device = wanted.found_device(card)
     budget_bytes = parse_bytes(wanted.memory_budget)
     model = _shape(wanted) if wanted.is_shape else _task(wanted, device)
-    planner = Planner(model.step, model.batch, device=device, card=card)
+    ranks = {"num_ranks": wanted.world_size, "sharding": wanted.parallel if wanted.world_size > 1 else None}
+    planner = Planner(model.step, model.batch, device=device, card=card, **ranks)
+    whole_batch_size = model.batch_size
+    model = dataclasses.replace(model, batch_size=-(-whole_batch_size // wanted.world_size))
     profile = _profile(planner, model, wanted, budget_bytes)
     try:
         chosen = _plan(planner, profile, model, wanted, budget_bytes)
     except BudgetError as error:
         raise _nothing_fits(error, profile, model, budget_bytes, as_json=as_json) from error
+    if planner.spread.is_sharded:
+        profile = costs_of(profile, planner.shards, chosen)
     fastest = frontier(profile, batch_size=model.batch_size)
     # The chosen plan is one of them where its traced peak is the simulated one, and may not be its own neighbour.
     others = [plan for plan in fastest if plan.what_runs != chosen.what_runs]
@@ -153,6 +162,9 @@ def run(wanted: Wanted, *, as_json: bool, frontier_file: Path | None, timeline_f
             *wrong_tool(profile, batch_size=model.batch_size, budget_bytes=budget_bytes, plan=chosen),
             *_measured_batch_norm(planner, model, chosen),
         ),
+        num_ranks=wanted.world_size,
+        whole_batch_size=whole_batch_size,
+        ranks_text=_ranks_text(planner, chosen),
     )
     _print(found, as_json=as_json)
     if frontier_file is not None:
@@ -170,6 +182,20 @@ def _measured_batch_norm(planner: Planner, model: _Model, chosen: Plan) -> list[
     if found is None or found.cosine is None or found.is_near:
         return []
     return [f"Measured: {found}. {found.remedy}"]
+
+
+def _ranks_text(planner: Planner, plan: Plan) -> str:
+    if planner.spread.num_ranks == 1:
+        return ""
+    if not planner.spread.is_sharded:
+        return "summed once a step, beside a copy of all of them in the buckets of DDP"
+    units = planner.shards.units
+    kept = format_bytes(sum(unit.kept_bytes for unit in units))
+    if plan.accumulation_steps == 1:
+        return "summed by FSDP2 in the one backward"
+    if plan.reduce == "after":
+        return f'summed once a step (reduce="after"); until then those of all modules stay, {kept}'
+    return f'summed in each micro-batch (reduce="each"): those of all modules, {kept}, do not stay between them'
 
 
 def _shape(wanted: Wanted) -> _Model:
@@ -265,7 +291,8 @@ def _print(found: Planned, *, as_json: bool) -> None:
         return
     value = {
         "name": found.name,
-        "batch_size": found.batch_size,
+        "batch_size": found.whole_batch_size,
+        "world_size": found.num_ranks,
         "times": found.timing,
         "plan": dataclasses.asdict(found.plan),
         "explanation": dataclasses.asdict(found.explanation),
@@ -286,8 +313,9 @@ def _frontier(found: Planned, fastest: tuple[Plan, ...]) -> Frontier:
     explanation, batch = found.explanation, {"batch_size": found.batch_size}
     none = frontier(found.profile, recompute="none", **batch)
     every = frontier(found.profile, recompute="all", **batch)
+    ranks = f" on {found.num_ranks} ranks" if found.num_ranks > 1 else ""
     return Frontier(
-        title=f"{found.name}, batches of {found.batch_size}",
+        title=f"{found.name}, batches of {found.whole_batch_size}{ranks}",
         time_label=f"time of a step ({found.timing})",
         plans=undominated([*fastest, *none, *every]),
         recompute_none=none,

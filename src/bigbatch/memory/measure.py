@@ -239,9 +239,7 @@ class PeakBytes:
 
 
 @contextlib.contextmanager
-def count_peak_bytes(
-    device: torch.device | str, track: Any = (), *, resized: bool = False
-) -> Iterator[PeakBytes]:
+def count_peak_bytes(device: torch.device | str, track: Any = (), *, resized: bool = False) -> Iterator[PeakBytes]:
     """Measure the peak of a block: ``.peak_bytes`` of the yielded value holds it afterwards, also after an error.
 
     On CUDA and XPU the allocator is asked, and its peak statistics begin again: they count everything that lives on

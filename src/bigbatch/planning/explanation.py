@@ -15,7 +15,7 @@ from bigbatch.planning.simulate import Phase, Simulation
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 
-Limit = Literal["resident", "inputs", "saved", "work", "update"]
+Limit = Literal["resident", "inputs", "saved", "gathered", "work", "update"]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,10 @@ class Explanation:
         budget_bytes: What it was planned for.
         headroom_bytes: Budget minus workspace and the peak that the plan states, or the simulated one where it states
             none.
-        kinds: Bytes at the peak by kind: parameters, gradients, optimizer, buffers, averages, other, buckets (to sum
-            gradients over ranks), inputs, saved, work (alive for a moment). They add up to ``peak_bytes``.
+        kinds: Bytes at the peak by kind: parameters, gradients, optimizer, buffers, averages, other, inputs, saved,
+            work (alive for a moment). Of several ranks also buckets (to sum gradients), gathered (parameters that FSDP2
+            has whole), and unsharded gradients in place of gradients, where it keeps those of the whole model for the
+            last micro-batch. They add up to ``peak_bytes``.
         blocks: By block, in the order of the forward; what runs between them comes last.
         levers: What each did, in the order in which they were taken.
         limit: The largest of what makes the peak.
@@ -184,18 +186,34 @@ def _gradients_so_far(profile: MemoryProfile, slot: Slot, num_samples: int, most
 
 
 def _kinds(profile: MemoryProfile, simulation: Simulation, moment: _Moment) -> dict[str, int]:
+    whole = profile.whole_gradients and moment.slots is not None
+    gathered, sent = _of_ranks(profile, simulation, moment)
     return {
         "parameters": profile.parameter_bytes,
-        "gradients": moment.gradients,
+        "gradients": 0 if whole else moment.gradients,
+        "unsharded gradients": moment.gradients if whole else 0,
         "optimizer": profile.optimizer_bytes,
         "buffers": profile.buffer_bytes,
         "averages": profile.average_bytes,
         "other": profile.other_bytes + simulation.outputs_bytes,
-        "buckets": profile.bucket_bytes,
+        "buckets": profile.bucket_bytes + sent,
+        "gathered": gathered,
         "inputs": simulation.fixed_bytes - simulation.outputs_bytes - profile.resident_bytes,
         "saved": moment.saved,
-        "work": moment.work,
+        "work": moment.work - gathered - sent,
     }
+
+
+def _of_ranks(profile: MemoryProfile, simulation: Simulation, moment: _Moment) -> tuple[int, int]:
+    """What of the work is parameters that FSDP2 has whole, and gradients that it sends."""
+    if moment.slots is None or not profile.gathered:
+        return 0, 0
+    last = moment.slots[1]
+    found = profile.gathered[last]
+    if moment.work <= profile.slots[last].forward.at(max(simulation.sizes)):
+        return min(found.forward_bytes, moment.work), 0
+    gathered = min(found.backward_bytes, moment.work)
+    return gathered, min(found.sent_bytes, moment.work - gathered)
 
 
 def _limit(profile: MemoryProfile, moment: _Moment, kinds: dict[str, int]) -> tuple[Limit, str]:
@@ -206,7 +224,8 @@ def _limit(profile: MemoryProfile, moment: _Moment, kinds: dict[str, int]) -> tu
         "resident": resident,
         "inputs": kinds["inputs"],
         "saved": moment.saved,
-        "work" if moment.slots else "update": moment.work,
+        "gathered": kinds["gathered"],
+        "work" if moment.slots else "update": kinds["work"],
     }
     limit = max(parts, key=lambda part: parts[part])
     largest = format_bytes(parts[limit])
@@ -217,6 +236,8 @@ def _limit(profile: MemoryProfile, moment: _Moment, kinds: dict[str, int]) -> tu
         "inputs": f"The batch itself is {largest} of {whole}; hand over micro-batches that are made when they are "
         "needed (bb.LogicalBatch, or collate=).",
         "saved": f"What the forward keeps for backward is {largest} of {whole}, at {_place(profile, moment)}.",
+        "gathered": f"Parameters that FSDP2 has whole for a moment are {largest} of {whole}, at "
+        f"{_place(profile, moment)}; shard smaller modules by themselves.",
         "work": f"One part of the model alone needs {largest} of {whole} for a moment: {_place(profile, moment)}.",
         "update": f"The optimizer's update{or_the_loss} needs {largest} of {whole} for a moment.",
     }

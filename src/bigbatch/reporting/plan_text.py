@@ -36,6 +36,9 @@ class Planned:
         plan: What was chosen.
         explanation: Of the plan.
         advice: When accumulation is the wrong tool, in sentences.
+        num_ranks: That share a batch; ``batch_size`` is the largest share, and bytes are those of one rank.
+        whole_batch_size: Samples in a step over all ranks; None: those of this one.
+        ranks_text: How they sum gradients, in a sentence.
     """
 
     name: str
@@ -47,6 +50,9 @@ class Planned:
     plan: Plan
     explanation: Explanation
     advice: tuple[str, ...] = ()
+    num_ranks: int = 1
+    whole_batch_size: int | None = None
+    ranks_text: str = ""
 
     @property
     def is_timed(self) -> bool:
@@ -103,7 +109,10 @@ def recompute_text(plan: Plan, *, num_blocks: int | None = None) -> str:
 def _opening(found: Planned) -> Iterator[RenderableType]:
     about = f" ({found.description})" if found.description else ""
     budget = format_bytes(found.explanation.budget_bytes)
-    yield Text(f"{found.name}{about}: batches of {found.batch_size} in {budget} on {found.device}")
+    batch_size, each = found.whole_batch_size or found.batch_size, ""
+    if found.num_ranks > 1:
+        each = f" on each of {found.num_ranks} ranks"
+    yield Text(f"{found.name}{about}: batches of {batch_size} in {budget} on {found.device}{each}")
     if found.profile.fallback is not None:
         yield Text(f"Real steps were measured, and blocks are not told apart: {found.profile.fallback}")
     for warning in found.profile.warnings:
@@ -135,7 +144,10 @@ def _plan_table(found: Planned) -> Table:
     peak = explanation.peak_bytes if plan.peak_bytes is None else plan.peak_bytes
     workspace = f" and {format_bytes(explanation.workspace_bytes)} for kernels" if explanation.workspace_bytes else ""
     table = _table("", "")
-    table.add_row("micro × accumulation × ranks", identity(sizes))
+    cut = identity(sizes, found.num_ranks, batch_size=found.whole_batch_size)
+    table.add_row("micro × accumulation × ranks", cut)
+    if found.ranks_text:
+        table.add_row("gradients", found.ranks_text)
     table.add_row("recompute", recompute_text(plan, num_blocks=num_blocks))
     headroom = f"headroom {format_bytes(explanation.headroom_bytes)}"
     table.add_row("peak", f"{format_bytes(peak)}{workspace} of {format_bytes(explanation.budget_bytes)}, {headroom}")
@@ -146,7 +158,8 @@ def _plan_table(found: Planned) -> Table:
 def _step_text(seconds: float, found: Planned) -> str:
     if not found.is_timed:
         return _NOT_KNOWN
-    return f"{format_seconds(seconds)}, {found.batch_size / seconds:,.1f} samples/s ({found.timing})"
+    num_samples = found.whole_batch_size or found.batch_size
+    return f"{format_seconds(seconds)}, {num_samples / seconds:,.1f} samples/s ({found.timing})"
 
 
 def _kinds_table(found: Planned) -> Table:

@@ -245,6 +245,8 @@ class Reducer:
         dist.all_reduce(flat, group=self.group)
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view(gradient.shape))
+        # A thread of gloo may hold it a little longer, into the update; its memory is wanted there.
+        flat.untyped_storage().resize_(0)
 
     def _reduce_sparse(self, p: torch.Tensor) -> None:
         if p.grad is None:

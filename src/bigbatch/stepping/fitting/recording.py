@@ -43,13 +43,10 @@ def recorded(step: Step, recorder: Recorder, *, closely: bool, moment_bytes: int
         recorder.mark("backward")
         return returned
 
-    copies: list[torch.Tensor] = []
-
     def run_and_mark(*args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
         recorder.mark("update")
-        # What sends it may hold it a little longer, into the update.
-        copies.append(torch.empty(moment_bytes, dtype=torch.uint8))
+        torch.empty(moment_bytes, dtype=torch.uint8)
         return done
 
     step.on_micro_batch = lambda k, count: recorder.mark("micro-batch")
@@ -58,7 +55,6 @@ def recorded(step: Step, recorder: Recorder, *, closely: bool, moment_bytes: int
     try:
         with recorder.watching_modules() if closely else contextlib.nullcontext():
             yield
-        copies.clear()
         recorder.mark("end")
     finally:
         step.on_micro_batch, accumulator.loss_fn = listener, loss_fn

@@ -17,6 +17,7 @@ from bigbatch.stepping.distributed.buckets import NO_BUCKETS, buckets_of
 from bigbatch.stepping.distributed.wrapping import blocks_to_shard
 from bigbatch.stepping.fitting.profiling import profile_of
 from bigbatch.stepping.fitting.shadow import Shadow
+from bigbatch.stepping.gradients import accumulation_dtype_of
 from bigbatch.stepping.precision import at_least_float32
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def shards_of(step: Step, world_size: int, device: str) -> Shards:
             raise OptionError("FSDP2 shards no parameter without a dimension: make it one of shape (1,).")
     parts = _Parts([whole for unit in found.values() for whole in unit[0]], world_size)
     update = _update_of(step, parts, device)
-    units = tuple(_unit(name, wholes, world_size, stays) for name, (wholes, stays) in found.items())
+    wide = accumulation_dtype_of(step.options.accumulation_dtype)
+    units = tuple(_unit(name, wholes, world_size, stays, wide) for name, (wholes, stays) in found.items())
     return Shards(world_size, units, update.parameter_bytes, update.optimizer_bytes, update.update_bytes)
 
 
@@ -190,7 +192,7 @@ def _as_sharded(param: Any, policy: Any) -> _Whole:
     return _Whole(param.sharded_param, gathered, policy.reduce_dtype or gathered)
 
 
-def _unit(name: str, wholes: Sequence[_Whole], world_size: int, stays: bool) -> Unit:
+def _unit(name: str, wholes: Sequence[_Whole], world_size: int, stays: bool, wide: torch.dtype | None) -> Unit:
     trained = [whole for whole in wholes if whole.parameter.requires_grad]
 
     def padded(found: Sequence[_Whole], dtype: str) -> int:
@@ -201,10 +203,11 @@ def _unit(name: str, wholes: Sequence[_Whole], world_size: int, stays: bool) -> 
         return sum(whole.shape.numel() * getattr(whole, dtype).itemsize for whole in trained)
 
     shards = (torch.Size(whole.shard_shape(world_size)).numel() * whole.parameter.dtype.itemsize for whole in trained)
+    own_dtypes = [(whole, whole.parameter.dtype) for whole in trained]
     return Unit(
         name,
         gathered_bytes=padded(wholes, "gathered"),
-        traced_bytes=sum(whole.shape.numel() * at_least_float32(whole.parameter.dtype).itemsize for whole in trained),
+        traced_bytes=sum(whole.shape.numel() * (wide or at_least_float32(own)).itemsize for whole, own in own_dtypes),
         gradient_bytes=as_it_is("gathered"),
         kept_bytes=as_it_is("summed"),
         sent_bytes=padded(trained, "summed"),
@@ -233,6 +236,7 @@ class _Update(NamedTuple):
 
 def _update_of(step: Step, parts: _Parts, device: str) -> _Update:
     """What the real step needs when its model is nothing but these shards."""
+    dtypes = {p.dtype for p in parts.parts}
     options = replace(
         step.options,
         collate=None,
@@ -247,6 +251,8 @@ def _update_of(step: Step, parts: _Parts, device: str) -> _Update:
         dropout="native",
         noise_scale=False,
         reduce="after",
+        # FSDP2 leaves gradients in the dtype of the parameters, whatever it adds them up in.
+        accumulation_dtype=dtypes.pop() if len(dtypes) == 1 else None,
     )
     optimizers = [_of_parts(optimizer, parts.of) for optimizer in step.optimizers]
     alone = type(step)(parts, _touch_all, optimizers, **vars(options))

@@ -219,18 +219,16 @@ def _num_ranks(step: Step) -> int:
 def _with_copies_of_gradients(step: Step, buckets: Buckets) -> Iterator[None]:
     """After the last backward, allocate what summing gradients would take, which a rank by itself does not do."""
     accumulator, run = step.accumulator, step.accumulator.run
-    copies: list[torch.Tensor] = []  # what sends them may hold them a little longer, into the update
 
     def run_and_copy(*args: Any, **kwargs: Any) -> Any:
         done = run(*args, **kwargs)
-        copies.append(torch.empty(buckets.moment_bytes, dtype=torch.uint8, device=accumulator.device))
+        torch.empty(buckets.moment_bytes, dtype=torch.uint8, device=accumulator.device)
         return done
 
     accumulator.run = run_and_copy
     try:
         yield
     finally:
-        copies.clear()
         del accumulator.run
 
 
