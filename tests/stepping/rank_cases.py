@@ -386,7 +386,7 @@ def plan_case(group: Any, budgets: list[str], wrap: str = "ddp") -> dict[str, An
         step.fit(share_of(batch, group))
     except bb.BigBatchError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    unmoved = all(value.equal(before[plain_name(name)]) for name, value in model.named_parameters())
+    unmoved = all(whole(value).equal(before[plain_name(name)]) for name, value in model.named_parameters())
     result = step(share_of(batch, group))
     truth = words()
     mean_over_tokens(truth, batch).backward()

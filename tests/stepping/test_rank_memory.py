@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,8 @@ from tests.stepping.workers import Workers, workers
 
 TOLERANCE = 0.005
 """Of the measured bytes: the peak that is planned may be as much less."""
+
+SLOW_DDP = [(2, "overlap", 49, True), (6, "after", 49, False), (2, "after", 160, False)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,7 @@ def ranks() -> Iterator[Workers]:
 
 @pytest.mark.parametrize(
     ("micro", "reduce", "width", "as_view"),
-    [(2, "after", 49, False), pytest.param(2, "overlap", 49, True, marks=pytest.mark.slow), (2, "after", 160, False)],
+    [(2, "after", 49, False), *(pytest.param(*args, marks=pytest.mark.slow) for args in SLOW_DDP)],
 )
 def test_a_plan_counts_the_buckets_of_ddp(ranks, micro, reduce, width, as_view):
     """They are made in C++, so the allocator is asked, in a real step of all ranks."""
@@ -33,12 +37,7 @@ def test_a_plan_counts_the_buckets_of_ddp(ranks, micro, reduce, width, as_view):
         assert found["without"] < 0.9 * found["measured"]
 
 
-FAST = [
-    (2, 2, 6, "after", "none", "plain"),
-    (2, 2, 6, "each", "none", "plain"),
-    (4, 4, 12, "each", "all", "plain"),
-    (2, 2, 6, "after", "none", "stays"),
-]
+FAST = [(2, 2, 6, "after", "none", "plain"), (2, 2, 6, "each", "none", "plain"), (2, 4, 4, "each", "all", "stays")]
 SLOW = [
     (size, micro, count * micro, reduce, recompute, way)
     for size in (1, 2, 3, 4)
@@ -47,63 +46,59 @@ SLOW = [
     for recompute in ("none", "all")
     for way in ("plain", "stays")
 ]
+Case = Callable[..., list[dict[str, Any]]]
 
 
-def check(ranks: Workers, size: int, *case: object) -> list[dict]:
-    found = ranks.run(size, cases.fsdp_case, *case)
+@pytest.fixture(scope="module")
+def case(ranks) -> Case:
+    """A case of FSDP2 with what each rank found, run once."""
+    return functools.cache(lambda size, *args: ranks.run(size, cases.fsdp_case, *args))
+
+
+def check(found: list[dict[str, Any]]) -> None:
     largest = max(rank["measured"] for rank in found)
     for rank in found:
+        # Before a loss outside of the model, the last unit is thought to be still there: that is the 5 %.
         assert 1 - TOLERANCE <= rank["planned"] / largest <= 1.05
         assert rank["to be"] in (None, rank["planned"])
-        assert rank["gradient"] <= 1e-5  # float32: a plan that recomputes does not change it
-    return found
+        assert rank["gradient"] <= 1e-5  # in float32: recomputed or not, it is that of the big batch
 
 
-@pytest.mark.parametrize(("size", "micro", "num_samples", "reduce", "recompute", "way"), FAST)
-def test_a_plan_for_fsdp2_takes_the_bytes_that_it_says(ranks, size, micro, num_samples, reduce, recompute, way):
-    check(ranks, size, micro, num_samples, reduce, recompute, way)
+@pytest.mark.parametrize("args", FAST)
+def test_a_plan_for_fsdp2_takes_the_bytes_that_it_says(case, args):
+    check(case(*args))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "micro", "num_samples", "reduce", "recompute", "way"), SLOW)
-def test_any_plan_for_fsdp2_takes_the_bytes_that_it_says(ranks, size, micro, num_samples, reduce, recompute, way):
-    check(ranks, size, micro, num_samples, reduce, recompute, way)
+@pytest.mark.parametrize("args", SLOW)
+def test_any_plan_for_fsdp2_takes_the_bytes_that_it_says(case, args):
+    check(case(*args))
 
 
-def test_a_plan_of_one_process_says_nothing_of_fsdp2(ranks):
-    """Control: neither the peak of the whole model nor a part of it by the number of ranks is within the tolerance."""
-    found = ranks.run(4, cases.fsdp_case, 2, 6, "after")[0]
+def test_a_plan_of_one_process_says_nothing_of_fsdp2(case):
+    """Control: neither the peak of the whole model nor its part by the number of ranks is within the tolerance."""
+    found = case(*FAST[1])[0]
 
-    assert not 0.95 <= found["alone"] / found["measured"] <= 1.05
-    assert not 0.95 <= found["alone"] / 4 / found["measured"] <= 1.05
+    for wrong in (found["alone"], found["alone"] / 2):
+        assert not 1 - TOLERANCE <= wrong / found["measured"] <= 1.05
 
 
-def test_gradients_that_stay_for_one_sum_are_counted(ranks):
+def test_gradients_that_stay_for_one_sum_are_counted(case):
     """Between the two ways of reducing there are the gradients of all modules, which one of them keeps."""
-    once, each = (ranks.run(2, cases.fsdp_case, 2, 6, reduce)[0] for reduce in ("after", "each"))
+    once, each = case(*FAST[0])[0], case(*FAST[1])[0]
 
     assert once["measured"] > 1.1 * each["measured"]
     assert once["planned"] - each["planned"] == pytest.approx(once["measured"] - each["measured"], rel=0.02)
 
 
-@pytest.mark.parametrize("budget", [1.1, 0.6])
-def test_a_step_with_fsdp2_plans_within_its_budget(ranks, budget):
-    found = ranks.run(2, cases.budget_case, budget)
+def test_a_step_with_fsdp2_plans_within_its_budget_and_sums_each_micro_batch_where_all_gradients_do_not_fit(ranks):
+    found = ranks.run(2, cases.budget_case, 0.7, width=160)
 
     assert found[0]["plan"] == found[1]["plan"]
     for rank in found:
-        assert rank["share"] <= 1.0
-        assert rank["reduce"] == rank["plan"].reduce
-    assert (len(found[0]["sizes"]) == 1) == (budget > 1)
-
-
-def test_gradients_are_summed_in_each_micro_batch_where_all_of_them_do_not_fit(ranks):
-    """With wide blocks the gradients of all modules are most of it."""
-    found = ranks.run(4, cases.budget_case, 0.78, width=160)[0]
-
-    assert found["plan"].reduce == "each"
-    assert found["share"] <= 1.0
-    assert len(found["sizes"]) > 1
+        assert 0.85 < rank["share"] <= 1.0
+        assert rank["reduce"] == rank["plan"].reduce == "each"
+        assert len(rank["sizes"]) > 1
 
 
 def test_a_budget_in_which_nothing_fits_is_an_error_with_the_smallest(ranks):

@@ -167,7 +167,7 @@ def test_when_one_rank_finds_no_plan_all_are_told(ranks):
 
 
 def test_ranks_plan_for_fsdp2_by_arithmetic_and_take_one_plan(ranks):
-    found = ranks.run(2, cases.plan_case, ["60KiB", "16MiB"], "fsdp2")
+    found = ranks.run(2, cases.plan_case, ["30KiB", "16MiB"], "fsdp2")
 
     assert {rank["plan"] for rank in found} == {found[0]["plan"]}
     assert len(found[0]["sizes"]) > 1
