@@ -1,6 +1,7 @@
-"""How much longer a step of two ranks takes in ``bb.Step`` than in a loop by hand with DDP and ``no_sync``.
+"""Steps of several ranks: their time beside a loop by hand with DDP and ``no_sync``, and their bytes beside the plan's.
 
-``python benchmarks/ranks.py`` prints a table; README.md beside this file says what is in it.
+``python benchmarks/ranks.py`` and ``python benchmarks/ranks.py --memory`` print tables; README.md beside this file says
+what is in them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -24,6 +26,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bigbatch as bb
+from benchmarks.planner.models import models
+from bigbatch.training.sharding import shard
 
 FEATURES, CLASSES, WIDTH = 64, 10, 1024
 NUM_RESAMPLES = 2000
@@ -131,13 +135,59 @@ def report(seconds: dict[str, dict[str, list[float]]], arguments: argparse.Names
             print(f"| {clock} | {name} | {ms:.1f} | {float(ratios.median()):.3f} | {low:.3f} to {high:.3f} |")
 
 
+MEMORY = [
+    (name, way, size, micro, num_micro_batches, recompute)
+    for name in ("gpt2-like", "llama-like, tied head")
+    for way in ("after", "each")
+    for size in (2, 4)
+    for micro, num_micro_batches in ((2, 3), (8, 1), (16, 2))
+    for recompute in ("none", "all")
+]
+
+
+def measure(rank: int, store: str, size: int) -> None:
+    """Peaks of steps with FSDP2, planned and counted."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", UserWarning)  # FSDP2 warns of models that return a view
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    of_name = models("small")
+    for name, way, _, micro, num_micro_batches, recompute in [row for row in MEMORY if row[2] == size]:
+        torch.manual_seed(0)
+        made, batch = of_name[name], of_name[name].batch(micro * num_micro_batches)
+        model = made.make_model()
+        shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        how: dict[str, Any] = {"reduce": way}
+        held = {"micro_batch_size": micro, "recompute": recompute, "calibrate": False}
+        plan = bb.plan(model, made.loss_fn, batch, optimizer=optimizer, **how, **held)
+        step = bb.Step(model, made.loss_fn, optimizer, plan=plan, **how)
+        rows: list[Any] = [None] * size
+        dist.all_gather_object(rows, step.measure(batch, micro))
+        if rank == 0:
+            cut = f"{micro} × {num_micro_batches}"
+            error = (plan.peak_bytes or 0) / max(rows) - 1
+            print(
+                f"{name} | {way} | {size} | {cut} | {recompute} | {plan.peak_bytes} | {max(rows)} | {error:.2%}",
+                flush=True,
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--micro", type=int, default=512)
     parser.add_argument("--num-micro-batches", type=int, default=4)
+    parser.add_argument("--memory", action="store_true", help="count bytes, and time nothing")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (f"{folder}/store", parser.parse_args()), nprocs=2)
+        if arguments.memory:
+            print("model | reduce | ranks | micro-batches | recompute | planned | counted | error")
+            for size in (2, 4):
+                torch.multiprocessing.spawn(measure, (f"{folder}/store {size}", size), nprocs=size)
+            return
+        torch.multiprocessing.spawn(work, (f"{folder}/store", arguments), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ with $P_i$ the padded bytes of the parameters of a unit, and $R_i$ those of its 
 - The gradients of a unit are whole until they are sent. With ``reduce="after"`` they are sent in the last micro-batch,
   so those of all units stay until then; with ``"each"`` those of one unit and of the root.
 
+Where two of these follow one another in a unit, the larger is counted for all of it; so a plan says a little more than
+is needed where units differ, or where the loss is computed outside of the model, after the last unit has gone.
+
 So all that changes from a profile of the whole model are bytes that are added to its slots, and what is resident.
 """
 

@@ -45,7 +45,7 @@ def plan_sharded(
     Args:
         profile: Of the whole model in one process.
         batch_size: Samples of the rank with the largest share.
-        ways: How gradients may be summed.
+        ways: How gradients may be summed; "each" is always among them.
 
     Raises:
         BudgetError: Nothing fits.
@@ -64,6 +64,8 @@ def plan_sharded(
         except BudgetError as error:
             failures.append((error, way))
             continue
+        if way == "after" and plan.accumulation_steps == 1:
+            continue  # that of "each" sends its gradients in that micro-batch, and is the same
         found.append(replace(plan, reduce=ways[0] if plan.accumulation_steps == 1 else way))
     if found:
         return min(found, key=lambda plan: plan.step_seconds or 0.0)
