@@ -236,3 +236,34 @@ def test_no_plan_of_the_picture_is_better_than_another_in_both():
     kept = undominated(plans)
 
     assert [(plan.peak_bytes, plan.step_seconds) for plan in kept] == [(1, 3.0), (2, 2.0), (3, 1.0), (5, 0.5)]
+
+
+def test_a_plan_for_ranks_of_ddp_counts_buckets_and_the_largest_share(plan):
+    code, out, err = plan("plans_of_mine.py:task", *BATCH, *BUDGET, *ESTIMATED, "--world-size", "3")
+
+    assert (code, err) == (0, "")
+    assert re.search(r"batches of 4000 in 8.00 MiB on cpu on each of 3 ranks", out)
+    assert re.search(r"micro × accumulation × ranks +\d+ × \d+ × 3 = 4000", out)
+    assert re.search(r"\n +buckets +\d", out)
+
+
+def test_a_plan_for_fsdp2_says_what_is_whole_and_how_gradients_are_summed(plan):
+    ranks = ("--world-size", "4", "--parallel", "fsdp2")
+    code, out, _ = plan("plans_of_mine.py:task", *BATCH, "--memory-budget", "2MiB", *ESTIMATED, *ranks)
+    found = json.loads(
+        plan("plans_of_mine.py:task", *BATCH, "--memory-budget", "2MiB", *ESTIMATED, *ranks, "--json")[1]
+    )
+
+    assert code == 0
+    assert re.search(r"gradients +summed (once a step|in each micro-batch)", out)
+    assert found["world_size"] == 4
+    assert found["plan"]["reduce"] in ("after", "each")
+    assert found["explanation"]["kinds"]["gathered"] > 0
+    assert sum(found["explanation"]["kinds"].values()) == found["explanation"]["peak_bytes"]
+
+
+def test_parallel_needs_several_ranks(plan):
+    code, _, err = plan("plans_of_mine.py:task", *BATCH, *BUDGET, "--parallel", "fsdp2")
+
+    assert code == 2
+    assert "--world-size" in err

@@ -51,8 +51,8 @@ RESIDENT = 325 + 650
 @pytest.mark.parametrize(
     ("reduce", "sizes", "expected"),
     [
-        # In the backward of block 2: the root and it are whole, and its gradient. Of what was received for it and what is
-        # on its way for block 1 the larger counts: they are there one after the other.
+        # In the backward of block 2: the root and it are whole, and its gradient. Of what was received for it and what
+        # is on its way for block 1 the larger counts: they are there one after the other.
         ("each", [1], RESIDENT + 3 * SAVED + 50 + 300 + 300 + 300),
         # The same beside the shards of all gradients.
         ("each", [1, 1], RESIDENT + 3 * SAVED + 325 + 50 + 300 + 300 + 300),
