@@ -188,19 +188,22 @@ def _gradients_so_far(profile: MemoryProfile, slot: Slot, num_samples: int, most
 def _kinds(profile: MemoryProfile, simulation: Simulation, moment: _Moment) -> dict[str, int]:
     whole = profile.whole_gradients and moment.slots is not None
     gathered, sent = _of_ranks(profile, simulation, moment)
+    of_ranks = {
+        "unsharded gradients": moment.gradients if whole else 0,
+        "buckets": profile.bucket_bytes + sent,
+        "gathered": gathered,
+    }
     return {
         "parameters": profile.parameter_bytes,
         "gradients": 0 if whole else moment.gradients,
-        "unsharded gradients": moment.gradients if whole else 0,
         "optimizer": profile.optimizer_bytes,
         "buffers": profile.buffer_bytes,
         "averages": profile.average_bytes,
         "other": profile.other_bytes + simulation.outputs_bytes,
-        "buckets": profile.bucket_bytes + sent,
-        "gathered": gathered,
         "inputs": simulation.fixed_bytes - simulation.outputs_bytes - profile.resident_bytes,
         "saved": moment.saved,
         "work": moment.work - gathered - sent,
+        **{kind: num_bytes for kind, num_bytes in of_ranks.items() if num_bytes},
     }
 
 
@@ -224,7 +227,7 @@ def _limit(profile: MemoryProfile, moment: _Moment, kinds: dict[str, int]) -> tu
         "resident": resident,
         "inputs": kinds["inputs"],
         "saved": moment.saved,
-        "gathered": kinds["gathered"],
+        "gathered": kinds.get("gathered", 0),
         "work" if moment.slots else "update": kinds["work"],
     }
     limit = max(parts, key=lambda part: parts[part])
