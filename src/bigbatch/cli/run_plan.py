@@ -28,7 +28,6 @@ from bigbatch.reporting.text import rendered
 from bigbatch.reporting.timeline import draw_timeline
 from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.stepping.fitting.sharded_plans import costs_of
-from bigbatch.stepping.fitting.shards import Sharding
 from bigbatch.stepping.step import Step
 from bigbatch.tasks.finding import BUILT_IN, find_task
 from bigbatch.tasks.shapes import SHAPES, find_shape
@@ -59,7 +58,7 @@ class Wanted:
     size: int | None = None
     estimate: bool = False
     world_size: int = 1
-    parallel: Sharding = "ddp"
+    parallel: str = "ddp"
 
     @property
     def is_shape(self) -> bool:
@@ -135,7 +134,10 @@ def run(wanted: Wanted, *, as_json: bool, frontier_file: Path | None, timeline_f
     device = wanted.found_device(card)
     budget_bytes = parse_bytes(wanted.memory_budget)
     model = _shape(wanted) if wanted.is_shape else _task(wanted, device)
-    ranks = {"num_ranks": wanted.world_size, "sharding": wanted.parallel if wanted.world_size > 1 else None}
+    ranks: dict[str, Any] = {
+        "num_ranks": wanted.world_size,
+        "sharding": wanted.parallel if wanted.world_size > 1 else None,
+    }
     planner = Planner(model.step, model.batch, device=device, card=card, **ranks)
     whole_batch_size = model.batch_size
     model = dataclasses.replace(model, batch_size=-(-whole_batch_size // wanted.world_size))
