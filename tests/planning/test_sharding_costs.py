@@ -14,9 +14,9 @@ from bigbatch.planning.simulate import peak_bytes
 SAVED, NUM_BLOCKS = 1000, 3
 
 
-def unit(name: str, size: int, *, stays: bool = False) -> Unit:
+def unit(name: str, size: int) -> Unit:
     """Of parameters of so many bytes, spread over 2 ranks, all in one dtype."""
-    return Unit(name, size, size, size, size, size, size // 2, stays)
+    return Unit(name, size, size, size, size, size, size // 2)
 
 
 def profile() -> MemoryProfile:
@@ -40,9 +40,9 @@ def profile() -> MemoryProfile:
     )
 
 
-def shards(*, stays: bool = False) -> Shards:
-    blocks = [unit(f"{number}", 100 * (number + 1), stays=stays) for number in range(NUM_BLOCKS)]
-    return Shards(2, (unit("", 50, stays=True), *blocks), 325, 650, 0)
+def shards() -> Shards:
+    blocks = [unit(f"{number}", 100 * (number + 1)) for number in range(NUM_BLOCKS)]
+    return Shards(2, (unit("", 50), *blocks), 325, 650, 0)
 
 
 RESIDENT = 325 + 650
@@ -62,12 +62,6 @@ RESIDENT = 325 + 650
 )
 def test_the_peak_is_that_of_a_count_by_hand(reduce, sizes, expected):
     assert peak_bytes(sharded(profile(), shards(), reduce), sizes) == expected
-
-
-def test_units_that_stay_whole_are_not_received_again():
-    kept = sharded(profile(), shards(stays=True), "each")
-
-    assert peak_bytes(kept, [1]) == RESIDENT + 3 * SAVED + 50 + 600 + 300
 
 
 def test_one_rank_receives_nothing():

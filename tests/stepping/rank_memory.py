@@ -176,3 +176,14 @@ def budget_case(group: Any, budget: float, width: int = 49) -> dict[str, Any]:
         "reduce": step.accumulator.ranks.reducer.when,
         "error": "",
     }
+
+
+def refused_case(group: Any, way: str) -> str:
+    """What a step with a budget says of a model that is sharded so."""
+    model = sharded(language(), group, way)
+    step = bb.Step(model, loss_fn, sgd(model), memory_budget="1GiB")
+    try:
+        step.fit(batch_of(4))
+    except bb.OptionError as error:
+        return str(error)
+    return "no error"

@@ -49,7 +49,6 @@ class Unit:
         kept_bytes: The same as they are added up over micro-batches.
         sent_bytes: The same as they are sent, padded.
         shard_bytes: The gradient of the shard of one rank.
-        stays: Its parameters stay whole from the forward to the backward.
     """
 
     name: str
@@ -59,7 +58,6 @@ class Unit:
     kept_bytes: int
     sent_bytes: int
     shard_bytes: int
-    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,18 +155,17 @@ def _forward(units: Sequence[Unit | None], shards: Shards) -> list[_Added]:
         size = unit.gathered_bytes
         coming, received = whole + received + size * several, size * several
         found.append(_Added(max(coming, whole + size + received)))
-        whole += size * unit.stays
     return found
 
 
 def _backward(units: Sequence[Unit | None], shards: Shards) -> list[_Added]:
     several, root = shards.world_size > 1, shards.units[0]
     called = [number for number, unit in enumerate(units) if unit is not None]
-    whole = root.gathered_bytes + sum(unit.gathered_bytes * unit.stays for unit in units if unit is not None)
+    whole = root.gathered_bytes
 
     def received_before(number: int) -> int:
         before = next((units[other] for other in reversed(called) if other < number), None)
-        return before.gathered_bytes if before is not None and several and not before.stays else 0
+        return before.gathered_bytes if before is not None and several else 0
 
     found: list[_Added] = []
     sent, coming = 0, received_before(len(units))
@@ -178,12 +175,11 @@ def _backward(units: Sequence[Unit | None], shards: Shards) -> list[_Added]:
             found.append(_Added(whole + coming, sent))
             continue
         size = unit.gathered_bytes
-        others = whole - size * unit.stays
         arriving, coming = coming, received_before(number)
-        gathered = max(others + size + arriving, others + size + coming)
+        gathered = whole + size + max(arriving, coming)
         # Its parameters are let go of before its gradients are sent, and what was sent before them too.
-        found.append(_Added(gathered, max(sent, others + coming + unit.sent_bytes - gathered)))
-        whole, sent = others, unit.sent_bytes
+        found.append(_Added(gathered, max(sent, whole + coming + unit.sent_bytes - gathered)))
+        sent = unit.sent_bytes
     # At last the root sends: its parameters are gone then.
     end = found[-1]
     found[-1] = end._replace(sent=max(end.sent, root.sent_bytes - end.gathered))
@@ -225,7 +221,7 @@ def _plus(line: Line, num_bytes: int) -> Line:
 
 def _seconds_to_gather(shards: Shards, device: str) -> float:
     """Of all units, in forward and backward; the root once."""
-    sizes = [unit.gathered_bytes * (1 if unit.stays or not unit.name else 2) for unit in shards.units]
+    sizes = [unit.gathered_bytes * (2 if unit.name else 1) for unit in shards.units]
     return sum(sizes) * (1 - 1 / shards.world_size) / LINK_BYTES_PER_SECOND[device]
 
 

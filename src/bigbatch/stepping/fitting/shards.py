@@ -66,13 +66,13 @@ def shards_of(step: Step, world_size: int, device: str) -> Shards:
     if isinstance(step.options.ema, nn.Module):
         raise OptionError("What an average of sharded weights costs is not known: leave ema= out, or plan for DDP.")
     found = _sharded_units(step.model) or _units_to_be(step.model)
-    for whole in (whole for unit in found.values() for whole in unit[0]):
+    for whole in (whole for unit in found.values() for whole in unit):
         if not whole.shape:
             raise OptionError("FSDP2 shards no parameter without a dimension: make it one of shape (1,).")
-    parts = _Parts([whole for unit in found.values() for whole in unit[0]], world_size)
+    parts = _Parts([whole for unit in found.values() for whole in unit], world_size)
     update = _update_of(step, parts, device)
     wide = accumulation_dtype_of(step.options.accumulation_dtype)
-    units = tuple(_unit(name, wholes, world_size, stays, wide) for name, (wholes, stays) in found.items())
+    units = tuple(_unit(name, wholes, world_size, wide) for name, wholes in found.items())
     return Shards(world_size, units, update.parameter_bytes, update.optimizer_bytes, update.update_bytes)
 
 
@@ -124,8 +124,8 @@ def _check_sharding(step: Step, sharding: str | None, num_ranks: int) -> bool:
     return sharded or sharding == "fsdp2"
 
 
-_Units = dict[str, tuple[list[_Whole], bool]]
-"""By the name of the module: its parameters, and whether they stay whole after the forward."""
+_Units = dict[str, list[_Whole]]
+"""The parameters by the name of the module."""
 
 
 def _units_to_be(model: nn.Module) -> _Units:
@@ -133,8 +133,8 @@ def _units_to_be(model: nn.Module) -> _Units:
     blocks = {names[block]: block for block in blocks_to_shard(model)}
     inside = {id(p) for block in blocks.values() for p in block.parameters()}
     root = [p for p in model.parameters() if id(p) not in inside]
-    found = {"": (_as_they_are(root), True)}
-    return found | {name: (_as_they_are(block.parameters()), False) for name, block in blocks.items()}
+    found = {"": _as_they_are(root)}
+    return found | {name: _as_they_are(block.parameters()) for name, block in blocks.items()}
 
 
 def _as_they_are(parameters: Iterable[torch.Tensor]) -> list[_Whole]:
@@ -151,9 +151,8 @@ def _sharded_units(model: nn.Module) -> _Units:
             _check_known(name, state)
             groups = state._fsdp_param_groups
             wholes = [_as_sharded(param, group.mp_policy) for group in groups for param in group.fsdp_params]
-            stays = not name or any(group.post_forward_mesh_info is None for group in groups)
             if wholes or not name:
-                found[name] = (wholes, stays)
+                found[name] = wholes
     if found and "" not in found:
         raise OptionError(
             "Modules of the model are sharded, and the model itself is not, so that it is not known when they are "
@@ -175,9 +174,8 @@ def _check_known(name: str, state: Any) -> None:
         "prefetching that was set by hand": not (
             state._states_to_forward_prefetch or state._states_to_backward_prefetch
         ),
-        "reshard_after_forward to fewer ranks": all(
-            group.post_forward_mesh_info in (None, group.mesh_info) for group in groups
-        ),
+        "another reshard_after_forward than True": not name
+        or all(group.post_forward_mesh_info == group.mesh_info for group in groups),
     }
     if wrong := [what for what, is_known in known.items() if not is_known]:
         raise OptionError(
@@ -192,7 +190,7 @@ def _as_sharded(param: Any, policy: Any) -> _Whole:
     return _Whole(param.sharded_param, gathered, policy.reduce_dtype or gathered)
 
 
-def _unit(name: str, wholes: Sequence[_Whole], world_size: int, stays: bool, wide: torch.dtype | None) -> Unit:
+def _unit(name: str, wholes: Sequence[_Whole], world_size: int, wide: torch.dtype | None) -> Unit:
     trained = [whole for whole in wholes if whole.parameter.requires_grad]
 
     def padded(found: Sequence[_Whole], dtype: str) -> int:
@@ -212,7 +210,6 @@ def _unit(name: str, wholes: Sequence[_Whole], world_size: int, stays: bool, wid
         kept_bytes=as_it_is("summed"),
         sent_bytes=padded(trained, "summed"),
         shard_bytes=sum(shards),
-        stays=stays,
     )
 
 
