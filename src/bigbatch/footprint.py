@@ -23,7 +23,7 @@ class Footprint:
 
     >>> found = Footprint(((100.0, 0.0, 0.0, 0.0, 8.0, 0.0), (100.0, 0.0, 0.0, 0.0, 0.0, 1.0)), limit_bytes=4100)
     >>> found.bytes_of(4, 5), found.most(4), found.most(8), found.most(20), found.most(100)
-    (260.0, 125, 62, 10, 0)
+    (260.0, 125.0, 62.0, 10.0, 0.0)
 
     Attributes:
         moments: The coefficients $f, d, e, a, b, c$ of each moment that is the highest for some length.
@@ -48,5 +48,5 @@ class Footprint:
 def _most(left: float, each: float) -> float:
     left += _ROUNDING
     if left < 0:
-        return 0
+        return 0.0
     return left // each if each > 0 else math.inf

@@ -211,4 +211,4 @@ def test_each_rank_plans_for_its_share(ranks):
 
 def test_a_budget_with_sync_batch_norm_is_refused(ranks):
     for one in ranks.run(2, cases.plan_case, "64MiB", sync=True):
-        assert one["error"].startswith("OptionError: With FSDP2 or SyncBatchNorm a plan cannot be found by trying")
+        assert one["error"].startswith("OptionError: With SyncBatchNorm a plan cannot be found by trying")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import bigbatch as bb
@@ -21,6 +23,12 @@ number = 3
 def needs_more(width):
     return tiny_task()
 """
+
+
+@pytest.fixture(autouse=True)
+def folders_of_tasks_are_forgotten(monkeypatch):
+    """The folder of a task stays on the path of a run; here it would be on that of other tests."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture
