@@ -23,6 +23,7 @@ torture: .venv/installed-for-test
 	.venv/bin/python -m tests.torture.real_limits
 	.venv/bin/python -m tests.torture.kill_while_saving
 	.venv/bin/python -m tests.torture.kill_while_training
+	.venv/bin/python -m tests.torture.sharded_checkpoints
 	.venv/bin/python -m tests.torture.corrupt
 	.venv/bin/python -m tests.torture.disk_full
 	.venv/bin/python -m tests.torture.ranks --trials 200

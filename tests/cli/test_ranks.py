@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bigbatch.cli.launching import _threads_for, _told
 from bigbatch.cli.main import main
@@ -154,6 +156,23 @@ def test_plain_torchrun_starts_the_same_run(tmp_path):
     assert code == 0, err
     assert out.count("10 steps on cpu, 3 ranks") == 1
     assert losses(tmp_path / "here") == pytest.approx(losses_of_one(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_what_fsdp2_saved_in_parts_goes_on_in_one_process(tmp_path):
+    command = ["train", "mine.py:task", "--device", "cpu", "--run-dir", "here", "--checkpoint-every", "4"]
+    code, _, err = Started("bigbatch", *command, "--parallel", "fsdp2", "--nproc-per-node", "2").ended()
+    assert code == 0, err
+    weights = load_file(tmp_path / "here/model.safetensors")
+    saved = tmp_path / "here/checkpoints"
+    assert {path.name for path in (saved / "step-00000008").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    shutil.rmtree(saved / "step-00000010")
+
+    assert main([*command, "--resume", "auto"]) == 0
+
+    assert losses(tmp_path / "here") == pytest.approx(losses_of_one(), rel=1e-5)
+    for name, tensor in load_file(tmp_path / "here/model.safetensors").items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

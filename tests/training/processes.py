@@ -28,7 +28,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "bigbatch.training.resuming", "bigbatch.training.loop", "torch._dynamo"])
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
@@ -45,7 +45,8 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
             process.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens to."""
     with closing(socket.create_server(("localhost", 0))) as server:
         return server.getsockname()[1]
 

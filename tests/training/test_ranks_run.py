@@ -15,12 +15,11 @@ import bigbatch as bb
 from bigbatch.training import data, resuming
 from bigbatch.training.checkpoint import Checkpoints, newest, paths_in, verified
 from bigbatch.training.events import Listener
-from bigbatch.training.group import ALONE, Group
+from bigbatch.training.group import ALONE
 from bigbatch.training.loop import Run
-from bigbatch.training.rank import Rank
 from bigbatch.training.resuming import resume
 from bigbatch.training.saving import Saver
-from bigbatch.training.sharding import whole
+from bigbatch.training.sharding import once, one_by_one
 from tests.training.processes import on_ranks
 from tests.training.test_resume import assert_same, full_task, state_of
 from tests.training.tiny import Points, network, tiny_task
@@ -76,7 +75,7 @@ def trained(run, *, found=None, saver=None):
         "averaged": int(run.parts.options.ema.n_averaged) if run.parts.options.ema is not None else None,
         "scheduled": run.step.schedulers[0].last_epoch,
         "num_steps": (result.num_steps, result.num_ranks),
-        "weights": [p.tolist() for p in whole(run.parts.model.state_dict()).values()],
+        "weights": [tensor.tolist() for tensor in one_by_one(once(run.parts.model).values())],
     }
 
 
@@ -225,38 +224,6 @@ def test_each_rank_draws_numbers_of_its_own_and_goes_on_with_them(tmp_path):
         assert_same(rest, expected)
     weights = [{name: v for name, v in expected.items() if "random" not in name} for _, expected, *_ in ranks]
     assert_same(weights[1], weights[0])
-
-
-def saved_sharded(group, folder):
-    """With FSDP2: a run that is saved after eight steps; and after that the whole of it, from there."""
-    group = Group(Rank(group.rank, group.world_size), group.store, parallel="fsdp2")
-    task = exact_task(ema=None, max_grad_norm=0.3)
-    saved_in_the_middle(group, folder, 8, task)
-    spread = Run(task, micro_batch_size=2, group=group)
-    found = trained(spread, found=newest(folder))
-    held = [p.to_local().numel() for p in spread.parts.model.parameters()]
-    return found, sum(held)
-
-
-def gone_on_sharded(group, folder):
-    group = Group(Rank(group.rank, group.world_size), group.store, parallel="fsdp2")
-    return gone_on(group, folder, task=exact_task(ema=None))
-
-
-def test_what_is_sharded_is_saved_whole(tmp_path, alone):
-    """FSDP2 on 2 ranks goes on with FSDP2 on 2 and 3, and on one rank: the losses of the run that never stopped."""
-    ranks = on_ranks(2, saved_sharded, tmp_path)
-    task = exact_task(ema=None)
-    others = [gone_on(ALONE, tmp_path, task=task), *on_ranks(3, gone_on_sharded, tmp_path)]
-
-    for found in (*(found for found, _ in ranks), *others):
-        assert differences(found, alone, first=8) < ALLOWED
-        assert found["metrics"][1:] == [pytest.approx(metrics, rel=1e-9) for metrics in others[0]["metrics"][1:]]
-        for weights, expected in zip(found["weights"], alone["weights"], strict=True):
-            torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=1e-9, atol=1e-12)
-    held = [held for _, held in ranks]
-    assert sum(held) == sum(p.numel() for p in network().parameters())
-    assert max(held) < sum(held)
 
 
 class Signalled(Listener):

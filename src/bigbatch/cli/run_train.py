@@ -29,7 +29,7 @@ from bigbatch.training.preflight import preflight
 from bigbatch.training.rank import Rank
 from bigbatch.training.resuming import resume
 from bigbatch.training.saving import Saver
-from bigbatch.training.sharding import whole
+from bigbatch.training.sharding import take_part
 from bigbatch.training.switches import Switches
 from bigbatch.training.task import Task
 
@@ -128,13 +128,13 @@ def _trained(
         if group.is_first:
             run.listeners += _logs(folder, run.info.first_step, tensorboard=tensorboard)
         result = run.train(Saver(checkpoints, every=place.checkpoint_every))
-    # All ranks have a part of what is written, when it is spread over them.
-    model = whole(run.parts.model.state_dict()) if group.is_sharded else run.parts.model
     if group.is_first:
-        files = save_result(folder, result, model, run.parts.options.ema)
+        files = save_result(folder, result, run.parts.model, run.parts.options.ema)
         say()
         for line in closing(result, [str(path) for path in [*files, folder / "log.jsonl"]]):
             say(line)
+    elif group.is_sharded:
+        take_part(run.parts.model)
     return result
 
 

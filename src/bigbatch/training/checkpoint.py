@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import CheckpointError
 from bigbatch.training.locking import FolderLock
+from bigbatch.training.on_disk import Files, Trouble, files_of_ranks, on_disk, sha256, sync_folder
 from bigbatch.units import format_bytes
 from bigbatch.values import check_positive
 
@@ -105,23 +106,60 @@ class Checkpoints:
             CheckpointError: It cannot be written; those from before are as they were. When the disk is full it has
                 ``needed_bytes`` and ``free_bytes``.
         """
+        return self.finish(self.begin(step, parts), step, parts, about=about)
+
+    def begin(self, step: int, parts: Mapping[str, Part]) -> Path:
+        """The folder of a checkpoint that is not finished, into which other ranks may write too; then ``finish`` it.
+
+        Raises:
+            CheckpointError: It cannot be made.
+        """
         place = self.folder / name_of(step)
         unfinished = self._aside(place)
         try:
             unfinished.mkdir()
-            files = {name: _write(unfinished / name, part.write) for name, part in parts.items()}
+        except OSError as error:
+            raise self._cannot_write(place, error, parts) from error
+        return unfinished
+
+    def finish(
+        self,
+        unfinished: Path,
+        step: int,
+        parts: Mapping[str, Part],
+        *,
+        about: Mapping[str, Any] | None = None,
+        by_ranks: Sequence[Files | Trouble] = (),
+    ) -> Path:
+        """Write what is left of a checkpoint, and give it its name, as ``save`` does.
+
+        Args:
+            unfinished: What ``begin`` gave.
+            by_ranks: The files that each rank has written there and brought to the disk, or why it could not.
+
+        Raises:
+            CheckpointError: It cannot be written, or not by a rank, or this one does not see the files of another;
+                those from before are as they were.
+        """
+        place = self.folder / name_of(step)
+        try:
+            files = files_of_ranks(unfinished, by_ranks)
+            for name, part in parts.items():
+                part.write(unfinished / name)
+                files[name] = on_disk(unfinished / name)
             text = _manifest_text({"step": step, "about": dict(about or {}), "files": files})
-            _write(unfinished / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
-            _sync_folder(unfinished)
+            (unfinished / MANIFEST).write_text(text, encoding="utf-8")
+            on_disk(unfinished / MANIFEST)
+            sync_folder(unfinished)
             if place.exists():
                 os.replace(place, self._aside(place))
             os.replace(unfinished, place)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             if not isinstance(error, Exception):
                 raise
-            raise self._cannot_write(place, error, sum(part.num_bytes for part in parts.values())) from error
+            raise self._cannot_write(place, error, parts) from error
         self._prune(step)
         return place
 
@@ -147,11 +185,11 @@ class Checkpoints:
         except OSError as error:
             _log.warning("The old checkpoint %s cannot be removed: %s.", path, error.strerror)
 
-    def _cannot_write(self, place: Path, error: Exception, needed_bytes: int) -> CheckpointError:
-        number = _errno_of(error)
-        if number not in _DISK_IS_FULL:
-            why = os.strerror(number) if number else f"{type(error).__name__}: {error}"
-            return CheckpointError(f"The checkpoint {place} cannot be written: {why}.", path=place)
+    def _cannot_write(self, place: Path, error: Exception, parts: Mapping[str, Part]) -> CheckpointError:
+        trouble = Trouble.of(error)
+        if trouble.number not in _DISK_IS_FULL:
+            return CheckpointError(f"The checkpoint {place} cannot be written: {trouble.why}.", path=place)
+        needed_bytes = sum(part.num_bytes for part in parts.values())
         free_bytes = shutil.disk_usage(self.folder).free
         return CheckpointError(
             f"The checkpoint {place} cannot be written: the disk is full. It needs {format_bytes(needed_bytes)} "
@@ -207,8 +245,11 @@ def newest(folder: Path) -> Found | None:
     return None
 
 
-def verified(path: str | Path) -> Found:
+def verified(path: str | Path, *, by_size: str | None = None) -> Found:
     """The checkpoint in that folder, after every byte of it was read and found to be as it was written.
+
+    Args:
+        by_size: Of the files with this ending, only the sizes are compared.
 
     Raises:
         CheckpointError: It is not; the message names every file that is missing, unknown, cut or changed.
@@ -216,7 +257,7 @@ def verified(path: str | Path) -> Found:
     path = Path(path)
     try:
         manifest = _manifest(path)
-        problems = [*_problems(path, manifest["files"])]
+        problems = [*_problems(path, manifest["files"], by_size)]
     except OSError as error:
         problems = [f"{Path(error.filename or path).name} cannot be read: {error.strerror}"]
         manifest = {}
@@ -261,7 +302,7 @@ def _manifest_text(values: Mapping[str, Any], *, version: Any = FORMAT_VERSION) 
     return json.dumps({**values, "sha256": digest}, indent=2) + "\n"
 
 
-def _problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _problems(path: Path, files: Files, by_size: str | None) -> Iterator[str]:
     there = {entry.name for entry in path.iterdir()} - {MANIFEST}
     yield from (f"{name} is missing" for name in sorted(files.keys() - there))
     yield from (f"{name} does not belong to it" for name in sorted(there - files.keys()))
@@ -272,42 +313,5 @@ def _problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[st
             yield f"{name} is no file"
         elif num_bytes != files[name]["bytes"]:
             yield f"{name} has {num_bytes:,} bytes and was written with {files[name]['bytes']:,}"
-        elif _sha256(file) != files[name]["sha256"]:
+        elif file.suffix != by_size and sha256(file) != files[name]["sha256"]:
             yield f"{name} has changed since it was written (its sha256 is another one)"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, write: Callable[[Path], Any]) -> dict[str, Any]:
-    """Write a file, bring it to the disk, and say what it is."""
-    write(path)
-    with path.open("rb+") as file:  # Windows wants it writable for fsync
-        os.fsync(file.fileno())
-        num_bytes = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        return {"bytes": num_bytes, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk; Windows has no such thing."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _errno_of(error: BaseException | None) -> int | None:
-    """The number of the system's error, wherever it is: torch puts another error on top, safetensors has only text."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return error.errno
-        if match := re.search(r"\(os error (\d+)\)", str(error)):
-            return int(match[1])
-        error = error.__cause__ or error.__context__
-    return None

@@ -6,16 +6,18 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bigbatch.errors import MissingExtraError, TaskError
 from bigbatch.training import weights
 from bigbatch.training.events import EpochRecord, Listener, RunInfo, RunResult, StepRecord
+from bigbatch.training.sharding import once, one_by_one, tied
 from bigbatch.values import Plan
 
 _SECONDS_BETWEEN_READS = 1.0
@@ -207,21 +209,19 @@ def _made(path: Path, *, exist_ok: bool) -> Path:
     return path
 
 
-def save_result(
-    run_dir: Path, result: RunResult, model: nn.Module | Mapping[str, torch.Tensor], ema: Any
-) -> list[Path]:
+def save_result(run_dir: Path, result: RunResult, model: nn.Module, ema: Any) -> list[Path]:
     """Write ``model.safetensors``, ``ema.safetensors`` when there is an averaged model, and ``result.json``.
 
     Args:
         run_dir: The folder of the run.
         result: How it went.
-        model: The trained model, or its weights.
+        model: The trained model. When it is spread over ranks, the others ``take_part`` meanwhile.
         ema: Its average, or None.
 
     Returns:
         The files.
     """
-    models: dict[str, nn.Module | Mapping[str, torch.Tensor]] = {"model": model}
+    models = {"model": model}
     if isinstance(ema, nn.Module):
         models["ema"] = ema.module if isinstance(ema, torch.optim.swa_utils.AveragedModel) else ema
     files = [_written(run_dir / f"{name}.safetensors", _saver(one)) for name, one in models.items()]
@@ -230,11 +230,12 @@ def save_result(
     return files
 
 
-def _saver(model: nn.Module | Mapping[str, torch.Tensor]) -> Callable[[Path], Any]:
+def _saver(model: nn.Module) -> Callable[[Path], Any]:
     from safetensors.torch import save_model
 
-    if isinstance(model, Mapping):
-        return lambda path: weights.write(weights.split(model)[0], path)
+    tensors = once(model)
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return lambda path: weights.write_in_turns(tensors, one_by_one(tensors.values()), tied(model), path)
     return lambda path: save_model(model, str(path))  # knows tied weights, which save_file refuses
 
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bigbatch.errors import CheckpointError, OptionError
-from bigbatch.training import randomness, weights
+from bigbatch.training import randomness, sharded_files, weights
 from bigbatch.training.checkpoint import Found, Part, verified
 from bigbatch.training.progress import Progress
-from bigbatch.training.sharding import like_model, like_optimizer, whole
+from bigbatch.training.sharding import flat, hollow, like, like_model, like_optimizer, tied
 
 if TYPE_CHECKING:
     from bigbatch.training.loop import Run
@@ -82,14 +83,26 @@ def _named(name: str, found: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parts_of(run: Run) -> dict[str, Part]:
-    """The files of a checkpoint of that run, as it is now."""
+    """The files of a checkpoint of that run, as it is now: those that one rank writes, beside ``spread_of``."""
     state = _state_of(run)
-    model, state["model"] = weights.split(state["model"])
-    parts = {_MODEL: _weights_part(model)}
+    parts: dict[str, Part] = {}
+    if not run.group.is_sharded:
+        model, state["model"] = weights.split(state["model"])
+        parts[_MODEL] = _weights_part(model)
     ema = _ema_state(run)
     if ema is not None:
         parts[_EMA] = _weights_part(weights.split(ema)[0])
-    return parts | {_STATE: Part(lambda path: _save(state, path), _num_bytes(state))}
+    num_bytes = _num_bytes(state)
+    if run.group.is_sharded:
+        num_bytes += sum(tensor.nbytes for tensor in spread_of(run).values())
+    return parts | {_STATE: Part(lambda path: _save(state, path), num_bytes)}
+
+
+def spread_of(run: Run) -> dict[str, torch.Tensor]:
+    """What each rank writes its part of, by name; tied weights once."""
+    others = {f"model.{name}" for name in tied(run.parts.model)}
+    tensors = flat(_tensors_of(run))
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor) and name not in others}
 
 
 def _weights_part(tensors: Mapping[str, torch.Tensor]) -> Part:
@@ -108,8 +121,8 @@ def _state_of(run: Run) -> dict[str, Any]:
     if ema is not None:
         step["ema"] = weights.split(ema)[1]
     return {
-        "model": whole(run.parts.model.state_dict()),
-        "optimizers": [whole(optimizer.state_dict()) for optimizer in run.step.optimizers],
+        **hollow(_tensors_of(run)),
+        "tied": tied(run.parts.model) if run.group.is_sharded else {},
         "schedulers": [scheduler.state_dict() for scheduler in run.step.schedulers],
         "step": step,
         "progress": run.progress.state_dict(),
@@ -121,6 +134,14 @@ def _state_of(run: Run) -> dict[str, Any]:
     }
 
 
+def _tensors_of(run: Run) -> dict[str, Any]:
+    """What may be spread over the ranks."""
+    return {
+        "model": run.parts.model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in run.step.optimizers],
+    }
+
+
 def _save(state: Any, path: Path) -> None:
     # Into a file of ours: torch leaves its own open when the disk is full.
     with path.open("wb") as file:
@@ -129,7 +150,7 @@ def _save(state: Any, path: Path) -> None:
 
 def _num_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return value.nbytes
+        return 0 if value.is_meta else value.nbytes
     if isinstance(value, Mapping):
         return sum(map(_num_bytes, value.values()))
     return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0
@@ -156,22 +177,41 @@ def resume(run: Run, found: Found) -> None:
 
 
 def _read(run: Run, found: Found) -> dict[str, Any]:
-    """The state, which is one that the run can load."""
+    """The state, which is one that the run can load, with its tensors as the run has them."""
     if not run.group.is_first:  # rank 0 has read all of it; this one may read another copy, on its own host
-        verified(found.path)
+        verified(found.path, by_size=sharded_files.SUFFIX)
     _check_same("it is of another run", found, dict(found.about), about(run))
-    model = weights.read(found.path / _MODEL)
-    state = torch.load(found.path / _STATE, map_location="cpu", weights_only=True)
-    model = state["model"] = model | state["model"]
-    _check_same("the model is another one", found, _shapes(model), _shapes(run.parts.model.state_dict()))
+    # Mapped and not read, where this rank takes but a part of it.
+    state = torch.load(str(found.path / _STATE), map_location="cpu", weights_only=True, mmap=run.group.is_sharded)
+    now = run.parts.model.state_dict()
+    if (found.path / _MODEL).exists():
+        state["model"] |= weights.read(found.path / _MODEL, lambda name, value: like(value, now.get(name)))
+    _check_same("the model is another one", found, _shapes(state["model"]), _shapes(now))
     ema = _ema_state(run)
     if ema is not None:
         state["step"]["ema"] |= weights.read(found.path / _EMA)
         _check_same("the ema is another one", found, _shapes(state["step"]["ema"]), _shapes(ema))
     groups = [[len(group["params"]) for group in one["param_groups"]] for one in state["optimizers"]]
-    now = [[len(group["params"]) for group in one.param_groups] for one in run.step.optimizers]
-    _check_same("the optimizers are others", found, {"parameters in groups": groups}, {"parameters in groups": now})
-    return state
+    here = [[len(group["params"]) for group in one.param_groups] for one in run.step.optimizers]
+    _check_same("the optimizers are others", found, {"parameters in groups": groups}, {"parameters in groups": here})
+    return state | _ready(run, found, state)
+
+
+def _ready(run: Run, found: Found, state: dict[str, Any]) -> dict[str, Any]:
+    """Model and optimizers as the run can load them, with the numbers that are in the files of the ranks."""
+    pairs = zip(state["optimizers"], run.step.optimizers, strict=True)
+    ready = {
+        "model": like_model(state["model"], run.parts.model),
+        "optimizers": [like_optimizer(saved, optimizer) for saved, optimizer in pairs],
+    }
+    empty = {name for name, tensor in flat({name: state[name] for name in ready}).items() if tensor.is_meta}
+    if empty:
+        rooms = flat(ready)
+        kept = {f"model.{name}": f"model.{first}" for name, first in state["tied"].items()}
+        sharded_files.read({name: rooms[name] for name in empty - kept.keys()}, found.path)
+        for name in empty & kept.keys():
+            rooms[name].copy_(rooms[kept[name]])
+    return ready
 
 
 def _load(run: Run, found: Found, state: dict[str, Any]) -> None:
@@ -180,9 +220,9 @@ def _load(run: Run, found: Found, state: dict[str, Any]) -> None:
     except OptionError as error:
         raise CheckpointError(f"The run cannot go on from {found.path}: {error}", path=found.path) from error
     _choose_cut(run, state)
-    run.parts.model.load_state_dict(like_model(state["model"], run.parts.model))
+    run.parts.model.load_state_dict(state["model"])
     for optimizer, saved in zip(run.step.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(like_optimizer(saved, optimizer))
+        optimizer.load_state_dict(saved)
     for scheduler, saved in zip(run.step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     run.progress = Progress.of(state["progress"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.errors import RunStopped
-from bigbatch.training import resuming
+from bigbatch.training import resuming, sharded_files
 from bigbatch.training.checkpoint import Checkpoints, paths_in
 from bigbatch.values import check_positive
 
@@ -29,7 +29,7 @@ class Saver:
     """Saves a run between two steps. On several ranks all of them have one, and do it after the same step.
 
     Args:
-        checkpoints: Where to; None on the ranks that do not write.
+        checkpoints: Where to; None on all ranks but the first. Under FSDP2 they write to its folder too.
         every: Steps from one checkpoint to the next; None: ten minutes. With it, or when there is a checkpoint
             already, the end of the run is saved too.
         seconds_between: Instead of the ten minutes.
@@ -122,8 +122,15 @@ class Saver:
 
     def _save(self, run: Run) -> Path:
         run.bring_up_to_date()
-        parts, about = resuming.parts_of(run), resuming.about(run)
-        path = run.group.from_first(lambda: self._writer.save(run.progress.num_steps, parts, about=about))
+        step, parts, about = run.progress.num_steps, resuming.parts_of(run), resuming.about(run)
+        if run.group.is_sharded:
+            folder = run.group.from_first(lambda: self._writer.begin(step, parts))
+            by_ranks = sharded_files.write(resuming.spread_of(run), folder, run.group)
+            path = run.group.from_first(
+                lambda: self._writer.finish(folder, step, parts, about=about, by_ranks=by_ranks)
+            )
+        else:
+            path = run.group.from_first(lambda: self._writer.save(step, parts, about=about))
         self._last = time.monotonic()
         return path
 

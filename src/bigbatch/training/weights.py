@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,50 @@ def write(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     save_file(kept, str(path), metadata={_ALIASES: json.dumps(aliases)})
 
 
-def read(path: Path) -> dict[str, torch.Tensor]:
-    """What ``write`` wrote, on the host; tied ones are one tensor under all their names."""
+def write_in_turns(
+    tensors: Mapping[str, torch.Tensor], values: Iterable[torch.Tensor], aliases: Mapping[str, str], path: Path
+) -> None:
+    """Write tensors of which one is there at a time.
+
+    Args:
+        tensors: Their shapes and dtypes, by name.
+        values: Each of them on the host, in this order; wide numbers first, so that each begins at a multiple of
+            its width.
+        aliases: Other names of tied ones, each with the name that is written.
+    """
+    header: dict[str, Any] = {"__metadata__": {_ALIASES: json.dumps(dict(aliases))}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _name_of(tensor.dtype), "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned in memory
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in values:
+            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    """What safetensors calls it."""
+    from safetensors.torch import save
+
+    content = save({"": torch.empty(0, dtype=dtype)})
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])[""]["dtype"]
+
+
+def read(
+    path: Path, take: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor
+) -> dict[str, torch.Tensor]:
+    """What ``write`` wrote, on the host; tied ones are one tensor under all their names.
+
+    Args:
+        take: What to keep of a tensor, before the next one is read.
+    """
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        tensors = {name: take(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (it is no dict)
         aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
     return tensors | {name: tensors[kept] for name, kept in aliases.items()}
 
