@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.batch.logical import Pieces
 from bigbatch.batch.weighing import for_term, has_ignored_labels
-from bigbatch.errors import ArgumentError, DistributedError, GradientError, LossError, OptionError, warn
+from bigbatch.errors import ArgumentError, GradientError, LossError, OptionError, warn
 from bigbatch.stepping.exactness import EXACT_WITH_WHOLE_BATCH_LOSS
 from bigbatch.units import format_names
 from bigbatch.values import StepOptions
@@ -173,15 +173,6 @@ def num_ranks() -> int:
     distributed = torch.distributed
     is_grouped = distributed.is_available() and distributed.is_initialized() and not _is_by_itself.get()
     return distributed.get_world_size() if is_grouped else 1
-
-
-def check_one_process(what: str, why: str = "") -> None:
-    """Raise ``DistributedError`` in a process group of several ranks, where ``what`` works in one process only."""
-    if num_ranks() > 1:
-        raise DistributedError(
-            f"The process group has {num_ranks()} ranks, and {what} works in one process only"
-            f"{why and ', for '}{why}: leave it out, or run it without torchrun."
-        )
 
 
 def check_parameters(parameters: Any) -> list[torch.Tensor]:

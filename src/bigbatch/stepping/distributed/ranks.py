@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from bigbatch.batch.logical import Part, Piece, Pieces
+from bigbatch.batch.logical import Part, Piece, Pieces, read_to_the_end
 from bigbatch.batch.structure import mapped
 from bigbatch.errors import BigBatchError, DistributedError, EmptyBatchError, RankMemoryError
 from bigbatch.memory.out_of_memory import is_out_of_memory
@@ -186,11 +186,12 @@ class Ranks:
             pieces = cut()
             if not self.reducer.reduces_inside or self.reducer.is_quiet:
                 return pieces
-            pieces = _all_at_hand(pieces, terms)
+            pieces = read_to_the_end(pieces)
             return replace(pieces, over_ranks=pieces.part._replace(scale=self.reducer.scale, summed_inside=True))
         failure, pieces = None, Pieces([], 0, dict.fromkeys(terms, 0.0))
         try:
-            pieces = _all_at_hand(cut(), terms)
+            # The weight must be known before the first forward.
+            pieces = read_to_the_end(cut())
         except EmptyBatchError:
             pass
         except Exception as error:
@@ -299,15 +300,6 @@ def _state_of(failure: Exception | None) -> float:
 def _words(error: BaseException) -> str:
     said = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {said if said.endswith('.') else said + '.'}"
-
-
-def _all_at_hand(pieces: Pieces, terms: Collection[str | None]) -> Pieces:
-    """As a list: the weight must be known before the first forward, so an iterator is read to its end."""
-    if isinstance(pieces.pieces, list) and pieces.totals is not None:
-        return pieces
-    found = list(pieces.pieces)
-    totals = {term: sum(piece.weights[term] for piece in found) for term in terms}
-    return replace(pieces, pieces=found, count=len(found), totals=totals)
 
 
 def _copied(value: Any) -> Any:

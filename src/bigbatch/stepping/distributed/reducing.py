@@ -127,7 +127,7 @@ class Reducer:
             )
         # A copy without numbers makes no step that others could miss: it is how a rank plans for itself.
         if self.group is None and not any(isinstance(p, FakeTensor) for p in named.values()):
-            _check_one_process()
+            _check_alone()
         if self.group is None or self.group.size() == 1:
             return
         covered = {id(p) for module in (*self._ddps, *self._sharded) for p in module.parameters()}
@@ -316,7 +316,8 @@ def _group_of(ddps: Sequence[Any], sharded: Sequence[Any]) -> dist.ProcessGroup 
     return groups[0]
 
 
-def _check_one_process() -> None:
+def _check_alone() -> None:
+    """Raise ``DistributedError`` where there are other ranks, which nothing in the model keeps equal to this one."""
     if num_ranks() > 1:
         raise DistributedError(
             f"The process group has {num_ranks()} ranks, but nothing in the model keeps them equal. Wrap it: "

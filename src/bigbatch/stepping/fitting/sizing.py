@@ -15,7 +15,7 @@ from bigbatch.batch.sizes import part_sizes
 from bigbatch.batch.structure import is_array, leaves
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.memory.measure import count_peak_bytes
-from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.memory.out_of_memory import is_out_of_memory, release
 from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.coupled.whole_batch import whole_of
 from bigbatch.stepping.distributed.buckets import Buckets, buckets_of
@@ -179,8 +179,7 @@ def peak_or_infinite(step: Step, batch: Any, micro_batch_size: int) -> float:
         if not is_out_of_memory(error):
             raise
     # Out of the except block: the traceback holds the activations of the failed try.
-    if step.accumulator.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release()
     return math.inf
 
 
