@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,13 +14,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.batch.logical import Pieces
-from bigbatch.batch.weighing import for_term, has_ignored_labels
-from bigbatch.errors import ArgumentError, GradientError, LossError, OptionError, warn
+from bigbatch.batch.weighing import for_term
+from bigbatch.errors import ArgumentError, GradientError, LossError, OptionError
 from bigbatch.stepping.exactness import EXACT_WITH_WHOLE_BATCH_LOSS
 from bigbatch.units import format_names
 from bigbatch.values import StepOptions
-
-_log = logging.getLogger("bigbatch")
 
 _A_LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
@@ -270,26 +267,6 @@ def nothing_needs_a_gradient() -> LossError:
     )
 
 
-def tell_of_backwards(number: int) -> None:
-    """Log that a loss needs several backwards for each micro-batch."""
-    _log.warning(
-        "The loss has denominators that are known only after the forward: %d backwards and gradient buffers "
-        "for each micro-batch. Means with weight={term: ...} need one.",
-        number,
-    )
-
-
 def nothing_counts(pieces: Pieces) -> bool:
     """Whether every micro-batch has the weight 0; they must be at hand."""
     return not any(any(piece.weights.values()) for piece in pieces.pieces)
-
-
-def warn_of_ignored_labels(pieces: Pieces) -> None:
-    """Warn where labels hold -100 and micro-batches were weighed by samples."""
-    if isinstance(pieces.pieces, list) and any(has_ignored_labels(piece.micro_batch) for piece in pieces.pieces):
-        warn(
-            "Labels hold -100, which a mean over tokens leaves out, but the micro-batches were weighed by samples. "
-            'Write weight="tokens", or weight="next_tokens" for a model that shifts the labels inside (for a leaf that '
-            'is named "labels"; a function otherwise: weight=lambda batch: (batch[1] != -100).sum()); weight="samples" '
-            "if the loss is a mean over samples after all."
-        )

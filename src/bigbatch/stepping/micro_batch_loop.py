@@ -25,8 +25,6 @@ from bigbatch.stepping.checks import (
     check_something_counts,
     nothing_counts,
     nothing_needs_a_gradient,
-    tell_of_backwards,
-    warn_of_ignored_labels,
 )
 from bigbatch.stepping.compiled import is_compiled
 from bigbatch.stepping.coupled.whole_batch import TwoPasses, WholeBatchLoss
@@ -44,6 +42,7 @@ from bigbatch.stepping.normalization.pooled_batchnorm import PooledBatchNorm
 from bigbatch.stepping.normalization.side_by_side import run_side_by_side
 from bigbatch.stepping.placing import say_where
 from bigbatch.stepping.precision import Precision
+from bigbatch.stepping.remarks import Remarks
 from bigbatch.stepping.shares import Share, Shares
 from bigbatch.stepping.undo import Generators, Undo
 from bigbatch.values import Plan, StepOptions
@@ -98,8 +97,7 @@ class Accumulator:
         self.plan: Plan | None = None
         self._weigher = Weigher(options.weight)
         self._weights_add_up = not self._weigher.has_callable
-        self._labels_were_seen = False
-        self._backwards_were_told = False
+        self._remarks = Remarks(weight_is_default=self._weigher.is_default)
         self._accumulation_dtype = accumulation_dtype_of(options.accumulation_dtype)
         self._modules: tuple[nn.Module, ...] = ()
         self._look_at_modules()
@@ -365,13 +363,7 @@ class Accumulator:
             done.exactness = "approximate"
         elif several and self._generators.were_used():
             done.exactness = "same in distribution"
-        if not self._backwards_were_told and done.shares.num_backwards > 1:
-            self._backwards_were_told = True
-            tell_of_backwards(done.shares.num_backwards)
-        if not self._labels_were_seen and pieces.count != 1:
-            self._labels_were_seen = True
-            if self._weigher.is_default and done.shares.has_means:
-                warn_of_ignored_labels(pieces)
+        self._remarks.make(pieces, done)
 
     def _check_weights_add_up(self, batch: Any, pieces: Pieces) -> None:
         """A weight of the user's own is tried on the whole batch once; the others are known to add up."""
