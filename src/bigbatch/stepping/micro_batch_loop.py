@@ -32,6 +32,7 @@ from bigbatch.stepping.distributed.ranks import Ranks
 from bigbatch.stepping.distributed.reducing import Reducer
 from bigbatch.stepping.distributed.settling import num_told, settle
 from bigbatch.stepping.dropout.per_sample import NativeDropout, PerSampleDropout
+from bigbatch.stepping.generators import Generators
 from bigbatch.stepping.gradients import Coefficients, Gradients, accumulation_dtype_of
 from bigbatch.stepping.hooks import HookWatch
 from bigbatch.stepping.insisting import insist
@@ -44,7 +45,7 @@ from bigbatch.stepping.placing import say_where
 from bigbatch.stepping.precision import Precision
 from bigbatch.stepping.remarks import Remarks
 from bigbatch.stepping.shares import Share, Shares
-from bigbatch.stepping.undo import Generators, Undo
+from bigbatch.stepping.undo import Undo
 from bigbatch.values import Plan, StepOptions
 
 OnMicroBatch = Callable[[int, int | None], None]

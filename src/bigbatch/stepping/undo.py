@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
-import sys
-
 import torch
+
+from bigbatch.stepping.generators import Generators
 
 _SMALL_BYTES = 64 * 1024
 
@@ -119,39 +118,3 @@ class Undo:
 
 def _version_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version
-
-
-class Generators:
-    """State of the default random number generators of the host and of one device, when made.
-
-    Args:
-        device: The device beside the host.
-        everywhere: Those of Python and, where it is loaded, NumPy too.
-    """
-
-    def __init__(self, device: torch.device, *, everywhere: bool = False):
-        self._device = device if device.type == "cuda" else None
-        self._states = self._now()
-        numpy = sys.modules.get("numpy") if everywhere else None
-        self._of_python = random.getstate() if everywhere else None
-        self._of_numpy = numpy.random.get_state(legacy=False) if numpy is not None else None
-
-    def _now(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device is not None:
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
-
-    def were_used(self) -> bool:
-        """Whether torch has drawn random numbers since."""
-        return not all(torch.equal(before, now) for before, now in zip(self._states, self._now(), strict=True))
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        torch.set_rng_state(self._states[0])
-        if self._device is not None:
-            torch.cuda.set_rng_state(self._states[1], self._device)
-        if self._of_python is not None:
-            random.setstate(self._of_python)
-        if self._of_numpy is not None:
-            sys.modules["numpy"].random.set_state(self._of_numpy)

@@ -21,10 +21,10 @@ from bigbatch.batch.lengths import lengths_of
 from bigbatch.batch.looking import Look, Sharing
 from bigbatch.batch.structure import is_array, mapped
 from bigbatch.errors import TaskError
+from bigbatch.stepping.generators import host_generators_put_back, seed_host
 from bigbatch.stepping.learning_rate import total_steps
-from bigbatch.stepping.undo import Generators
 from bigbatch.training.packing import PackedList
-from bigbatch.training.randomness import seed_host, seed_of
+from bigbatch.training.randomness import seed_of
 from bigbatch.training.task import Task
 
 _Batch = tuple[int, list[int]]
@@ -139,7 +139,7 @@ class _SeededData:
         draw = random.Random(f"samples {self.seed} {share.step}")
         of_place = [draw.getrandbits(32) for _ in range(max(share.places, default=0) + 1)]
         seeds = [of_place[place] for place in share.places] or of_place
-        with _generators_put_back():
+        with host_generators_put_back():
             if hasattr(data, "__getitems__"):
                 seed_host(seeds[0])
                 samples = data.__getitems__(indices)
@@ -151,16 +151,6 @@ class _SeededData:
 def _seeded_sample(data: Any, index: int, seed: int) -> Any:
     seed_host(seed)
     return data[index]
-
-
-@contextmanager
-def _generators_put_back() -> Iterator[None]:
-    """Leave the generators of the host as they were."""
-    generators = Generators(torch.device("cpu"), everywhere=True)
-    try:
-        yield
-    finally:
-        generators.restore()
 
 
 def train_loader(
@@ -256,7 +246,7 @@ def lengths_to_deal_by(task: Task, data: Any, sharing: Sharing) -> list[int] | N
         return None
     known = _known_lengths(data)
     if known is None:
-        with _generators_put_back():
+        with host_generators_put_back():
             found = Look(data, task).around(num_workers=task.num_workers, seed=task.seed, sharing=sharing)
         return [length for length, _ in found if length is not None]
     if len(known) != len(data):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from bigbatch.stepping.generators import seed_host
+
 
 def state(device: torch.device) -> dict[str, Any]:
     """How the generators are now, in tensors and plain values."""
@@ -39,15 +41,6 @@ def begin(*seed: str | int) -> None:
     number = seed_of(*seed)
     torch.manual_seed(number)  # of all devices
     seed_host(number)
-
-
-def seed_host(number: int) -> None:
-    """Set the generators of the host alone: what a device draws from (dropout) goes on as it was."""
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(number)
 
 
 def seed_of(*names: str | int) -> int:

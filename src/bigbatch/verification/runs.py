@@ -22,9 +22,10 @@ from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.coupled.outputs import named_leaves
 from bigbatch.stepping.coupled.whole_batch import WholeBatchLoss
 from bigbatch.stepping.dropout.per_sample import NativeDropout, PerSampleDropout, same_masks
+from bigbatch.stepping.generators import Generators
 from bigbatch.stepping.losses import Term, plain_loss, terms_of, value_of
 from bigbatch.stepping.normalization import batchnorm
-from bigbatch.stepping.undo import Generators, Undo
+from bigbatch.stepping.undo import Undo
 from bigbatch.values import AFTER_THE_GRADIENT, DropoutPolicy, StepOptions
 from bigbatch.verification.copying import inside, private_copy
 from bigbatch.verification.widening import Widened, switch_dropout_off, switch_recompute_off, wide_batch, widened

@@ -13,8 +13,8 @@ from torch import nn
 from bigbatch.batch.sizes import smallest_without_single
 from bigbatch.errors import ArgumentError, BatchError, BigBatchError, OptionError
 from bigbatch.stepping.checks import check_loss_fn, check_model, num_ranks
+from bigbatch.stepping.generators import Generators
 from bigbatch.stepping.normalization import batchnorm
-from bigbatch.stepping.undo import Generators
 from bigbatch.values import StepOptions, check_positive
 from bigbatch.verification import reasons
 from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, DType, cosine, relative_differences

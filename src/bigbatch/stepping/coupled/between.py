@@ -11,7 +11,7 @@ import torch
 from bigbatch.batch.logical import Piece
 from bigbatch.errors import LossError
 from bigbatch.stepping.coupled.outputs import num_rows
-from bigbatch.stepping.undo import Generators
+from bigbatch.stepping.generators import Generators
 
 
 @dataclass(frozen=True)

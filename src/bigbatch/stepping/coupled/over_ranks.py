@@ -7,8 +7,6 @@ among them (``sharing``).
 from __future__ import annotations
 
 import pickle
-import random
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,9 +32,9 @@ from bigbatch.stepping.coupled.outputs import (
 from bigbatch.stepping.coupled.sharing import shared_by
 from bigbatch.stepping.distributed.gathering import added_up, gathered
 from bigbatch.stepping.distributed.ranks import Ranks
+from bigbatch.stepping.generators import Generators, seed_host
 from bigbatch.stepping.gradients import is_sharded
 from bigbatch.stepping.losses import Sum
-from bigbatch.stepping.undo import Generators
 
 Leaves = list[tuple[str, Any]]
 
@@ -215,10 +213,7 @@ def alike(ranks: Ranks, whole: Whole, device: torch.device) -> Iterator[None]:
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    torch.default_generator.manual_seed(seed)
+    seed_host(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)

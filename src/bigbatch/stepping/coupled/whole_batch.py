@@ -40,11 +40,12 @@ from bigbatch.stepping.coupled.outputs import (
     with_leaves,
 )
 from bigbatch.stepping.coupled.over_ranks import alike, check_inside, put_together, share_of
+from bigbatch.stepping.generators import Generators
 from bigbatch.stepping.gradients import graph_of, leaves_of
 from bigbatch.stepping.losses import Sum, terms_of
 from bigbatch.stepping.placing import say_where
 from bigbatch.stepping.precision import Precision, at_least_float32
-from bigbatch.stepping.undo import Generators, Undo
+from bigbatch.stepping.undo import Undo
 from bigbatch.values import StepOptions
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from bigbatch.memory.offloading import CountedHost, pretend_host
 from bigbatch.memory.trace import FakeRecorder, Price
 from bigbatch.stepping.distributed.buckets import NO_BUCKETS, Buckets
 from bigbatch.stepping.fitting.recording import apply_quietly, recorded
-from bigbatch.stepping.undo import Generators
+from bigbatch.stepping.generators import host_generators_put_back
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ class Shadow:
         """
         step = self.step
         apply_quietly(plan, step.model)
-        with cannot_be_traced(), _random_numbers_put_back():
+        # A collate of the user's may draw random numbers; fake tensors do not.
+        with cannot_be_traced(), host_generators_put_back():
             batch = self._logical_batch(self._batch if batch is None else batch, sizes)
             micro_batches = list(batch.micro_batches)
             given = [value for micro_batch in micro_batches for value in leaves(micro_batch) if is_array(value)]
@@ -251,16 +252,6 @@ def _constant_like(weight: Any) -> Any:
 
 def _one(micro_batch: Any) -> float:
     return 1.0
-
-
-@contextlib.contextmanager
-def _random_numbers_put_back() -> Iterator[None]:
-    """A collate of the user's may draw them; fake tensors do not."""
-    generators = Generators(torch.device("cpu"), everywhere=True)
-    try:
-        yield
-    finally:
-        generators.restore()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bigbatch.stepping.checks import check_no_gradients, parameters_of
-from bigbatch.stepping.undo import Generators
+from bigbatch.stepping.generators import Generators
 
 if TYPE_CHECKING:
     from bigbatch.stepping.step import Step

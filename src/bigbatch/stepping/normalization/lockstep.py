@@ -24,7 +24,7 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from bigbatch.stepping.undo import Generators
+from bigbatch.stepping.generators import Generators
 
 _here = threading.local()
 _AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
