@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import bigbatch as bb
-from bigbatch.stepping.undo import Generators, Undo
+from bigbatch.stepping.generators import Generators
+from bigbatch.stepping.undo import Undo
 
 NUM_FEATURES = 16
 
@@ -342,6 +343,18 @@ def test_random_numbers_in_the_forward_are_told(kind, exactness):
 
     assert bb.accumulate(model, loss_fn, make_batch(), micro_batch_size=3).exactness == exactness
     assert bb.accumulate(model, loss_fn, make_batch(), micro_batch_size=9).exactness == "exact"
+
+
+def test_a_step_that_drew_random_numbers_says_so_once_and_nothing_else(caplog):
+    """Once the docstring of another text had slipped into this one."""
+    model = make_model("dropout")
+    step = bb.Step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=3)
+    for _ in range(2):
+        step(make_batch())
+
+    (said,) = caplog.messages
+    assert said.startswith("The step is same in distribution: random numbers were drawn in the forward")
+    assert said.endswith('dropout="per-sample" is exact.')
 
 
 def test_random_numbers_of_the_users_own_weight_are_no_dropout():

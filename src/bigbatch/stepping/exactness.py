@@ -8,18 +8,19 @@ EXACT_WITH_WHOLE_BATCH_LOSS = (
 )
 """What to do about BatchNorm in train mode, where ``batch_norm="exact"`` is refused."""
 
+EXACT_BATCH_NORM = 'Larger micro-batches come closer; GroupNorm, batch_norm="exact" or "frozen" is exact.'
+"""What to do about BatchNorm in train mode elsewhere."""
+
 _WHY = {
     "same in distribution": (
         "random numbers were drawn in the forward (dropout), in another order than the big batch would draw them. "
         'Expectation and variance of the gradient are the same; dropout="per-sample" is exact.'
-        """What to do about BatchNorm in train mode elsewhere."""
     ),
     "approximate": (
         "BatchNorm normalised each micro-batch by its own mean and variance, where the big batch has one for "
         "all samples. bb.verify and bigbatch train --check measure how far that turns the gradient."
     ),
 }
-EXACT_BATCH_NORM = 'Larger micro-batches come closer; GroupNorm, batch_norm="exact" or "frozen" is exact.'
 
 
 def why_not_exact(exactness: str, *, is_of_whole_batch: bool) -> str | None:
