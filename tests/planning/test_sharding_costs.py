@@ -16,7 +16,7 @@ SAVED, NUM_BLOCKS = 1000, 3
 
 def unit(name: str, size: int) -> Unit:
     """Of parameters of so many bytes, spread over 2 ranks, all in one dtype."""
-    return Unit(name, size, size, size, size, size, size // 2)
+    return Unit(name, size, size, size, size, size // 2)
 
 
 def profile() -> MemoryProfile:

@@ -45,8 +45,7 @@ class Unit:
         name: Of the module in ``named_modules``; "" is the root.
         gathered_bytes: Its parameters, whole and padded.
         traced_bytes: Its gradients in the profile of the whole model.
-        gradient_bytes: Its whole gradients, as a backward makes them.
-        kept_bytes: The same as they are added up over micro-batches.
+        kept_bytes: Its whole gradients, as they are added up over micro-batches.
         sent_bytes: The same as they are sent, padded.
         shard_bytes: The gradient of the shard of one rank.
     """
@@ -54,7 +53,6 @@ class Unit:
     name: str
     gathered_bytes: int
     traced_bytes: int
-    gradient_bytes: int
     kept_bytes: int
     sent_bytes: int
     shard_bytes: int
@@ -206,7 +204,6 @@ def _slot(slot: Slot, forward: _Added, backward: _Added, after: Sequence[Unit], 
     return replace(
         slot,
         forward=_plus(slot.forward, forward.gathered),
-        recompute=slot.recompute,
         backward=_plus(backward_later, later),
         backward_first=_plus(slot.backward_first, first),
         pending=_plus(pending_later, later),

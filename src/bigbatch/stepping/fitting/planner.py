@@ -197,6 +197,7 @@ class Planner:
         """What is alive at every moment of a steady step under this plan; its highest moment is ``peak_bytes``.
 
         Raises:
+            OptionError: The step is no sequence of micro-batches in one process.
             RecomputeError: The plan does not go with the model.
         """
         if self.spread.is_sharded:

@@ -197,17 +197,13 @@ def _unit(name: str, wholes: Sequence[_Whole], world_size: int, wide: torch.dtyp
         counts = (torch.Size(whole.shard_shape(world_size)).numel() * world_size for whole in found)
         return sum(count * getattr(whole, dtype).itemsize for count, whole in zip(counts, found, strict=True))
 
-    def as_it_is(dtype: str) -> int:
-        return sum(whole.shape.numel() * getattr(whole, dtype).itemsize for whole in trained)
-
     shards = (torch.Size(whole.shard_shape(world_size)).numel() * whole.parameter.dtype.itemsize for whole in trained)
     own_dtypes = [(whole, whole.parameter.dtype) for whole in trained]
     return Unit(
         name,
         gathered_bytes=padded(wholes, "gathered"),
         traced_bytes=sum(whole.shape.numel() * (wide or at_least_float32(own)).itemsize for whole, own in own_dtypes),
-        gradient_bytes=as_it_is("gathered"),
-        kept_bytes=as_it_is("summed"),
+        kept_bytes=sum(whole.shape.numel() * whole.summed.itemsize for whole in trained),
         sent_bytes=padded(trained, "summed"),
         shard_bytes=sum(shards),
     )
