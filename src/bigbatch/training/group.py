@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
+from bigbatch.batch.looking import Sharing
 from bigbatch.errors import BigBatchError, DistributedError, RunStopped
 from bigbatch.stepping.distributed.leaving import Farewell
 from bigbatch.training.notices import Notices
@@ -44,6 +45,11 @@ class Group:
         """Whether this is rank 0, which prints, and writes files."""
         return self.rank == 0
 
+    @property
+    def sharing(self) -> Sharing:
+        """The same ranks, as those that share the data."""
+        return Sharing(self.rank, self.world_size)
+
     def notices(self) -> Notices:
         """Notices of a run of its own, with none in them."""
         self._num_notices += 1
@@ -51,11 +57,7 @@ class Group:
 
     def gathered(self, value: _T) -> list[_T]:
         """The values of all ranks, in their order."""
-        if self.world_size == 1:
-            return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        return self.sharing.gathered(value)
 
     def from_first(self, make: Callable[[], _T]) -> _T:
         """What ``make`` gives on rank 0, for all; the others wait for it, and get its error too when it is ours."""

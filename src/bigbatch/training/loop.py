@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from bigbatch.batch.looking import Sharing
 from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.stepping.step import Step
 from bigbatch.training.building import Parts, build
@@ -151,8 +150,8 @@ class Run:
 
     @cached_property
     def _dealt(self) -> dict[str, Any]:
-        sharing = Sharing(self.group.rank, self.group.world_size)
-        return {**self._of_this_rank, "lengths": lengths_to_deal_by(self.task, self.parts.train_data, sharing)}
+        lengths = lengths_to_deal_by(self.task, self.parts.train_data, self.group.sharing)
+        return {**self._of_this_rank, "lengths": lengths}
 
     @property
     def _steps_per_epoch(self) -> int:
