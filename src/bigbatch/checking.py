@@ -1,4 +1,4 @@
-"""Whether the words of a plan are such as it can have: recomputed modules, and what is kept of them and where."""
+"""Checks of what a plan says of recomputed modules: their names, what is kept of them, and where their inputs lie."""
 
 from __future__ import annotations
 

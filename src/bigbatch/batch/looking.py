@@ -1,4 +1,4 @@
-"""Look at every sample once, for what must be known of it before its batch is made: its length and its weight."""
+"""Look at every sample once, for what must be known before its batch is made: its length and its weight."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ALONE = Sharing()
 
 @dataclass(frozen=True)
 class Look:
-    """What is looked for, and it is what a worker does.
+    """What is looked for in the samples. It is a data set of its own: workers look where they would load.
 
     Attributes:
         data: Map-style.

@@ -16,9 +16,10 @@ from bigbatch.stepping.generators import Generators
 
 @dataclass(frozen=True)
 class Numbered:
-    """A micro-batch, and the how manyth it is.
+    """A micro-batch, and its place among those of this rank.
 
     Attributes:
+        number: Its place, from 0.
         num_samples: In it, where that is known.
         idle: It counts nothing, and runs because other ranks have one more.
         is_last: None comes after it on this rank.

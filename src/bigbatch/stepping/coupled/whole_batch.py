@@ -308,8 +308,8 @@ _LESS_MEMORY = (
     "bb.siglip and bb.sup_con do."
 )
 _NO_WHOLE = (
-    "It was given None as the batch, because the LogicalBatch has none, LogicalBatch(micro_batches, whole=...), or on "
-    "several ranks one whose samples cannot be told: return what the loss needs from forward."
+    "It was given None as the batch: a LogicalBatch has one only as LogicalBatch(micro_batches, whole=...), and on "
+    "several ranks its samples must be found in it. Give whole= or batch_dims=, or let forward return what loss needs."
 )
 
 

@@ -33,7 +33,7 @@ NO_BUCKETS = Buckets()
 
 
 def buckets_of(model: nn.Module, *, num_ranks: int, reduce: str) -> Buckets:
-    """Those of the DDPs in a model; of a model without one, those that there will be when it is wrapped in one.
+    """The buckets of the DDPs in a model; without one, those that there will be when it is wrapped.
 
     Args:
         num_ranks: That share a batch. One rank sums nothing, and has buckets where it is wrapped all the same.
@@ -45,7 +45,7 @@ def buckets_of(model: nn.Module, *, num_ranks: int, reduce: str) -> Buckets:
     if not wrapped and num_ranks == 1:
         return NO_BUCKETS
     found = [p for ddp in wrapped or [model] for p in _summed(ddp)]
-    copied = sum_in_buckets(found) if reduce == "after" and num_ranks > 1 else ()
+    copied = in_buckets(found) if reduce == "after" and num_ranks > 1 else ()
     return Buckets(
         held_bytes=sum(p.nbytes for p in found),
         moment_bytes=max((_num_bytes(bucket) for bucket in copied if len(bucket) > 1), default=0),
@@ -66,8 +66,8 @@ def _summed(module: nn.Module) -> list[torch.Tensor]:
     return [p for name, p in named if p.requires_grad and name not in ignored and id(p) not in sparse]
 
 
-def sum_in_buckets(gradients: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Gradients of one device and dtype, so many that a copy of them is small."""
+def in_buckets(gradients: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Gradients by device and dtype, so many together that a copy of them is at most 25 MiB; a larger one is alone."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[list[torch.Tensor]]] = {}
     room: dict[tuple[torch.device, torch.dtype], int] = {}
     for gradient in gradients:

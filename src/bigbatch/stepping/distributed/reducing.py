@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import DistributedError, GradientError, OptionError
 from bigbatch.stepping.checks import num_ranks
-from bigbatch.stepping.distributed.buckets import sum_in_buckets
+from bigbatch.stepping.distributed.buckets import in_buckets
 from bigbatch.stepping.gradients import DENSE, NONE, SPARSE
 from bigbatch.stepping.insisting import insist
 from bigbatch.units import format_names
@@ -230,7 +230,7 @@ class Reducer:
                 self._reduce_sparse(p)
             elif p.grad is None or p.grad.is_sparse:
                 insist(lambda p=p: _fill(p))
-        for bucket in sum_in_buckets([p.grad for p, kind in wanted if kind == DENSE and p.grad is not None]):
+        for bucket in in_buckets([p.grad for p, kind in wanted if kind == DENSE and p.grad is not None]):
             self._reduce_bucket(bucket)
         if scale != 1.0:
             for p, _ in wanted:

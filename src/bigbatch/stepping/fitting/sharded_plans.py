@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,11 +78,11 @@ def ways_of(step: Step) -> tuple[When, ...]:
     return ("each",) if step.options.reduce == "each" else ("after", "each")
 
 
-def fit(planner_of: Any, step: Step, batch: Any, budget_bytes: int) -> Plan:
+def fit(planner_of: Callable[[Step, Any], Planner], step: Step, batch: Any, budget_bytes: int) -> Plan:
     """The plan of a step on all ranks, put on the model. Each plans for the largest share, with a batch of its own.
 
     Args:
-        planner_of: Makes the planner of a rank.
+        planner_of: Makes the planner of this rank, from its share; it is ``Planner``, which stands above this module.
 
     Raises:
         BudgetError: Nothing fits.
