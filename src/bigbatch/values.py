@@ -10,7 +10,7 @@ import json
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from bigbatch.checking import check_choice, check_keep, check_offload, check_recompute
 from bigbatch.errors import OptionError
@@ -25,8 +25,11 @@ DropoutPolicy = Literal["native", "per-sample"]
 BatchNormPolicy = Literal["merge", "exact", "frozen", "native"]
 
 
-class _Json:
+class Json:
     """``to_json`` and ``from_json`` for a frozen dataclass of plain values and 0-d tensors."""
+
+    _readers: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    """What makes a field, by its name, of what is read for it; the others are taken as they are read."""
 
     def to_json(self) -> str:
         """The value as JSON text. Tensors become numbers, which waits for the device."""
@@ -47,8 +50,10 @@ class _Json:
         if not isinstance(found, dict) or not set(found) <= known:
             raise OptionError(f"{text[:80]!r} is no {cls.__name__}: its fields are {sorted(known)}.")
         try:
-            return cls(**{name: _read(value) for name, value in found.items()})
-        except TypeError as error:
+            return cls(**{name: cls._readers.get(name, _same)(_read(value)) for name, value in found.items()})
+        except OptionError:
+            raise
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise OptionError(f"{text[:80]!r} is no {cls.__name__}: {error}.") from error
 
 
@@ -66,6 +71,10 @@ def json_ready(value: Any) -> Any:
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def _read(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _read(inner) for name, inner in value.items()}
@@ -75,7 +84,7 @@ def _read(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Plan(_Json):
+class Plan(Json):
     """How a batch is run on the memory there is; made by a search, or by hand.
 
     Attributes:
@@ -165,7 +174,7 @@ class Plan(_Json):
 
 
 @dataclass(frozen=True)
-class StepResult(_Json):
+class StepResult(Json):
     """What one optimizer step did. Tensors are 0-d and stay on the device until somebody reads them.
 
     Attributes:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
-from bigbatch.errors import OptionError
+from bigbatch.values import Json
 
 
 class Line(NamedTuple):
@@ -117,12 +116,44 @@ class Slot:
     parts: tuple[Part, ...] = ()
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
+def _line(value: Any) -> Line:
+    return Line(*value)
+
+
+def _slot(found: dict[str, Any]) -> Slot:
+    return Slot(**{name: _SLOT_READERS.get(name, _same)(value) for name, value in found.items()})
+
+
+def _part(found: dict[str, Any]) -> Part:
+    return Part(tuple(found["names"]), tuple(found["saved"]), _line(found["recompute_seconds"]), found["keep"])
+
+
+_SLOT_READERS: dict[str, Any] = {
+    **{spec.name: _line for spec in dataclasses.fields(Slot) if isinstance(spec.default, Line)},
+    "parts": lambda values: tuple(map(_part, values)),
+}
+_READERS: dict[str, Any] = {
+    "batch": _line,
+    "workspace": _line,
+    "outputs": _line,
+    "loss_bytes": lambda values: tuple((int(size), num_bytes) for size, num_bytes in values),
+    "storages": lambda values: tuple(map(_line, values)),
+    "gathered": lambda values: tuple(Gathered(*value) for value in values),
+    "slots": lambda values: tuple(map(_slot, values)),
+    "micro_seconds": lambda values: tuple((int(size), seconds) for size, seconds in values),
+}
+
+
 @dataclass(frozen=True)
-class MemoryProfile:
+class MemoryProfile(Json):
     """What a model, its loss and its optimizer cost: bytes and seconds for any micro-batch size.
 
     The peak of a steady step of N samples is the largest of these, each beside what is resident (parameters, buffers,
-    optimizer state, averages, others) and ``batch.at(N)``:
+    optimizer state, averages, buckets, others) and ``batch.at(N)``:
 
     - in a first micro-batch: per slot, held storages and ``forward`` or ``backward_first``;
     - in a later one: gradients, held storages and ``forward`` or ``backward``;
@@ -161,6 +192,8 @@ class MemoryProfile:
         optimizer: Classes of the optimizers, joined with " + ".
         warnings: What a person should know, in sentences.
     """
+
+    _readers = _READERS
 
     parameter_bytes: int
     gradient_bytes: int
@@ -214,55 +247,3 @@ class MemoryProfile:
     def recomputable(self) -> tuple[str, ...]:
         """All blocks that may be recomputed, each once."""
         return tuple(dict.fromkeys(slot.name for slot in self.slots if slot.may_recompute and slot.name))
-
-    def to_json(self) -> str:
-        """The value as JSON text."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The value that ``to_json`` wrote.
-
-        Raises:
-            OptionError: It is no JSON, or a field is unknown or missing.
-        """
-        try:
-            found = json.loads(text)
-            return cls(**{name: _READERS.get(name, _same)(value) for name, value in found.items()})
-        except (ValueError, TypeError, AttributeError, LookupError) as error:
-            raise OptionError(f"{text[:80]!r} is no {cls.__name__} in JSON: {error}.") from error
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _line(value: Any) -> Line:
-    return Line(*value)
-
-
-def _slot(found: dict[str, Any]) -> Slot:
-    return Slot(**{name: _SLOT_READERS.get(name, _same)(value) for name, value in found.items()})
-
-
-def _part(found: dict[str, Any]) -> Part:
-    return Part(tuple(found["names"]), tuple(found["saved"]), _line(found["recompute_seconds"]), found["keep"])
-
-
-_SLOT_READERS: dict[str, Any] = {
-    **{spec.name: _line for spec in dataclasses.fields(Slot) if isinstance(spec.default, Line)},
-    "saved": tuple,
-    "inputs": tuple,
-    "parts": lambda values: tuple(map(_part, values)),
-}
-_READERS: dict[str, Any] = {
-    "batch": _line,
-    "workspace": _line,
-    "outputs": _line,
-    "loss_bytes": lambda values: tuple((int(size), num_bytes) for size, num_bytes in values),
-    "storages": lambda values: tuple(map(_line, values)),
-    "gathered": lambda values: tuple(Gathered(*value) for value in values),
-    "slots": lambda values: tuple(map(_slot, values)),
-    "micro_seconds": lambda values: tuple((int(size), seconds) for size, seconds in values),
-    "warnings": tuple,
-}

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from bigbatch.units import format_count
-from bigbatch.values import _Json
+from bigbatch.values import Json
 
 DType = Literal["float64", "float32"]
 
@@ -21,7 +21,7 @@ _MOST_ROWS = 10
 
 
 @dataclass(frozen=True)
-class Comparison(_Json):
+class Comparison(Json):
     """The gradient of a batch that was cut, beside that of the whole batch at once.
 
     Attributes:
