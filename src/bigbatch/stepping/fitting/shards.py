@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -76,12 +75,6 @@ def shards_of(step: Step, world_size: int, device: str) -> Shards:
     return Shards(world_size, units, update.parameter_bytes, update.optimizer_bytes, update.update_bytes)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether some module of it is one of FSDP2."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
-
-
 class Spread:
     """How a model is spread over ranks, or will be.
 
@@ -113,7 +106,7 @@ class Spread:
 def _check_sharding(step: Step, sharding: str | None, num_ranks: int) -> bool:
     if sharding not in (None, "ddp", "fsdp2"):
         raise OptionError(f'sharding={sharding!r}; it is "ddp", "fsdp2", or None for how the model is wrapped.')
-    group, sharded = step.accumulator.ranks.group, is_sharded(step.model)
+    group, sharded = step.accumulator.ranks.group, step.accumulator.ranks.reducer.is_sharded
     if sharding is not None and group is not None and sharded != (sharding == "fsdp2"):
         raise OptionError(f"sharding={sharding!r}, but the model is wrapped for {'FSDP2' if sharded else 'DDP'}.")
     if sharded and group is not None and group.size() != num_ranks:
@@ -144,7 +137,7 @@ def _as_they_are(parameters: Iterable[torch.Tensor]) -> list[_Whole]:
 def _sharded_units(model: nn.Module) -> _Units:
     """Those of a model that is sharded; none for one that is not."""
     found: _Units = {}
-    for name, module in model.named_modules() if is_sharded(model) else ():
+    for name, module in model.named_modules():
         get_state: Any = getattr(module, "_get_fsdp_state", None)
         if get_state is not None:
             state = get_state()

@@ -99,7 +99,7 @@ def plan(
 
     Micro-batch size and recomputed modules are chosen together, for the least seconds of a step whose peak is within
     the budget less a margin of 1 %. Given a model, the peak of the plan is traced and exact; given a profile, it is
-    read from the profile.
+    read from the profile. With FSDP2 it is computed from the trace of the whole model, with a margin of 3 %.
 
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     >>> batch = torch.randn(8, 64), torch.randint(10, (8,))
@@ -130,6 +130,7 @@ def plan(
 
     Raises:
         BudgetError: Nothing fits; ``smallest_bytes`` is the smallest budget that works.
+        OptionError: The model is sharded in a way whose bytes are not known, or for other ranks than ``world_size``.
         TraceError: See ``profile``.
     """
     for name, number in (("world_size", world_size), ("batch_size", batch_size)):
