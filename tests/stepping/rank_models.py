@@ -423,3 +423,31 @@ def retried_alone_case(group: Any, wrap: str) -> tuple[int, float]:
     mean_over_tokens(truth, tokens(8)).backward()
     expected = {name: (p - 0.1 * p.grad).detach() for name, p in truth.named_parameters()}
     return retries, gradient_error({plain_name(name): whole(p) for name, p in model.named_parameters()}, expected)
+
+
+def after_a_loop_case(group: Any, reduce: str | None, data: str, last_is_empty: bool) -> float:
+    """A step after DDP has reduced once, in a loop by hand or in a step; then it would put its buckets in order."""
+    batch = tokens(7)
+    outputs, loss = lambda m, b: m(b["x"]).mean(1), lambda out, b: (out.T @ out / len(out)).square().sum()
+    of_samples, of_whole = mean_over_samples, lambda m, b: loss(outputs(m, b), b)
+    expected = big_batch_gradients(words(), of_whole if data == "whole batch" else of_samples, batch)
+    model = Wrapped(words(), process_group=group)
+    if reduce is None:
+        mean_over_samples(model, batch).backward()
+    else:
+        bb.accumulate(model, mean_over_samples, batch, reduce=reduce)
+    model.zero_grad()
+    loss_fn = bb.WholeBatchLoss(outputs, loss) if data == "whole batch" else of_samples
+    share = share_of(batch, group, last_is_empty=last_is_empty)
+    bb.accumulate(model, loss_fn, share, micro_batch_size=2, weight=None if data == "whole batch" else "samples")
+    return gradient_error(gradients_of(model), expected)
+
+
+def planned_after_a_loop_case(group: Any) -> tuple[int, ...]:
+    """A rank without samples makes no plan, and so no forward, while the others try theirs."""
+    model = Wrapped(words(), process_group=group)
+    mean_over_samples(model, tokens(4)).backward()
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters())
+    step = bb.Step(model, mean_over_samples, optimizer, weight="samples", memory_budget="50MiB")
+    return step(share_of(tokens(7), group, last_is_empty=True)).micro_batch_sizes

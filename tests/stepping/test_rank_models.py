@@ -165,3 +165,14 @@ def test_the_norm_is_that_of_all_shards(ranks):
 def test_ranks_that_are_at_different_steps_are_told(ranks):
     for found in ranks.run(2, cases.different_numbers_of_steps_case):
         assert found.startswith("DistributedError: The ranks are at different steps")
+
+
+@pytest.mark.parametrize("reduce", [None, "overlap"])
+@pytest.mark.parametrize(("data", "last_is_empty"), [("samples", True), ("whole batch", True), ("whole batch", False)])
+def test_ddp_puts_its_buckets_in_order_when_all_ranks_are_there(ranks, reduce, data, last_is_empty):
+    """After its first reduction, DDP sends their order in a forward with gradients, which not every rank runs."""
+    assert max(ranks.run(3, cases.after_a_loop_case, reduce, data, last_is_empty)) <= 1e-12
+
+
+def test_ddp_puts_its_buckets_in_order_before_ranks_plan_alone(ranks):
+    assert [sum(sizes) for sizes in ranks.run(3, cases.planned_after_a_loop_case)] == [4, 3, 0]

@@ -66,6 +66,7 @@ class Ranks:
 
         With collectives inside the model that cannot be, and all ranks must run what is tried.
         """
+        self.reducer.rebuild_buckets()  # while all are here
         size, rank = self.size, self.rank
         if not self.reducer.must_run_together:
             self.size, self.rank, self.reducer.is_quiet = 1, 0, True

@@ -154,8 +154,20 @@ class Reducer:
 
     def begin(self) -> None:
         """Before the first forward of a step: nothing is reduced, unless ``before_micro_batch`` says so."""
+        if not self.is_quiet:
+            self.rebuild_buckets()
         self._before = [(ddp.require_backward_grad_sync, ddp.require_forward_param_sync) for ddp in self._ddps]
         self.before_micro_batch(is_last=False)
+
+    def rebuild_buckets(self) -> None:
+        """Let DDP put its buckets in order, where it has reduced for the first time. A collective.
+
+        DDP would do it in its next forward with gradients, which not every rank runs, or not between the same
+        exchanges.
+        """
+        if self.group is not None and self.group.size() > 1:
+            for ddp in self._ddps:
+                ddp._has_rebuilt_buckets |= ddp.reducer._rebuild_buckets()
 
     def before_micro_batch(self, *, is_last: bool) -> None:
         """Let the engines reduce in the backward that follows, or not."""
