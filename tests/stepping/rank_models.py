@@ -411,6 +411,23 @@ def scaled_case(group: Any, wrap: str) -> list[Any]:
     return [*results, scaler.get_scale()]
 
 
+def scaled_without_samples_case(group: Any, beside: str) -> list[Any]:
+    """A first step in which the other rank has no samples, or none that counts; and the same unscaled by hand."""
+    share = tokens(4) if group.rank() == 0 or beside == "padding" else share_of(tokens(0), group)
+    if group.rank() > 0:
+        share["labels"] = torch.full_like(share["labels"], -100)
+    models = [wrapped(words().float(), "ddp", group) for _ in range(2)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    step = bb.Step(models[0], mean_over_tokens, optimizers[0], weight="tokens", precision=scalers[0])
+    skipped = step(share).skipped
+    bb.accumulate(models[1], mean_over_tokens, share, weight="tokens", precision=scalers[1])
+    scalers[1].unscale_(optimizers[1])
+    scalers[1].step(optimizers[1])
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return [skipped, all(torch.equal(ours, theirs) for ours, theirs in pairs), scalers[0].get_scale()]
+
+
 def retried_alone_case(group: Any, wrap: str) -> tuple[int, float]:
     """One rank, wrapped: a failed forward inside FSDP2 leaves nothing behind, so the step is made again."""
     model = wrapped(words(), wrap, group)

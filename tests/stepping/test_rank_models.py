@@ -162,6 +162,11 @@ def test_the_norm_is_that_of_all_shards(ranks):
         assert found["after"] == []
 
 
+@pytest.mark.parametrize("beside", ["nothing", "padding"])
+def test_a_rank_that_has_scaled_no_loss_unscales_the_gradient_of_the_others(ranks, beside):
+    assert ranks.run(2, cases.scaled_without_samples_case, beside) == [[False, True, 2.0**10]] * 2
+
+
 def test_ranks_that_are_at_different_steps_are_told(ranks):
     for found in ranks.run(2, cases.different_numbers_of_steps_case):
         assert found.startswith("DistributedError: The ranks are at different steps")

@@ -81,6 +81,7 @@ def accumulate(
             outside.refuse()
         done.gradients.correct(corrections)
         done.gradients.narrow()
+        accumulator.precision.begin(accumulator.device)
         result = done.result()
         done.gradients.add_to_what_was_there()
     except BaseException:

@@ -80,6 +80,14 @@ class Precision:
                 scaler._scale = None
             raise
 
+    def begin(self, device: torch.device) -> None:
+        """Let gradients be unscaled on a rank that has scaled no loss, for want of samples.
+
+        Torch makes the scale at the first use.
+        """
+        if self.scaler is not None and self.scaler._scale is None:
+            self._scaled(torch.ones((), device=device))
+
     def forward(self, device_type: str) -> AbstractContextManager[Any]:
         """The context of a forward. Backward runs outside it, as torch recommends."""
         if self.autocast_dtype is None:

@@ -205,6 +205,7 @@ class Step:
         done.gradients.correct(done.shares.corrections())
         scaler = self.accumulator.precision.scaler
         if scaler is not None:
+            self.accumulator.precision.begin(self.accumulator.device)
             self.check_reached()
             for optimizer in self.optimizers:
                 scaler.unscale_(optimizer)
