@@ -550,3 +550,27 @@ def steps_case(group: Any) -> dict[str, Any]:
         "error": gradient_error(weights, expected),
         "weights": weights,
     }
+
+
+def columns_case(group: Any, sizes: list[int]) -> dict[str, float]:
+    """Labels and weights are columns of a table, whose values do not lie beside one another."""
+    draw = torch.Generator().manual_seed(3)
+    table = torch.rand(sum(sizes), 6, generator=draw, dtype=torch.float64)
+    batch = {"x": table[:, :4], "y": table[:, 4], "weight": table[:, 5]}
+
+    def plain(model: Any, batch: Any) -> Tensor:
+        return loss((model(batch["x"])[:, 0], batch["weight"]), batch)
+
+    def loss(out: Any, batch: Any) -> Tensor:
+        (z, weight), y = out, batch["y"]
+        return ((z[:, None] - z) * (y[:, None] - y) * weight).square().sum()
+
+    torch.manual_seed(0)
+    inner = nn.Linear(4, 2).double()
+    expected = big_batch_gradients(inner, plain, batch)
+    model = Wrapped(inner, process_group=group)
+    loss_fn = bb.WholeBatchLoss(lambda m, b: (m(b["x"])[:, 0], b["weight"]), loss)
+    bb.accumulate(model, loss_fn, share_of(batch, sizes, group.rank()), micro_batch_size=2)
+    scale = max(float(gradient.norm()) for gradient in expected.values() if gradient is not None)
+    pairs = [(found, expected[name]) for name, found in gradients_of(model).items()]
+    return {"gradient": max(float((a - b).norm()) / scale for a, b in pairs if a is not None and b is not None)}

@@ -246,6 +246,12 @@ def test_the_loss_gets_the_batch_of_all_ranks(ranks, how):
             assert tuple(found["turned"]) == (2, 5)
 
 
+@pytest.mark.parametrize("sizes", [[3, 0, 4], [1, 5], [1, 1, 1]])
+def test_tensors_may_be_columns_of_a_table(ranks, sizes):
+    """One row of a column, or none of them, counts as contiguous with any stride."""
+    assert max(rank["gradient"] for rank in ranks.run(len(sizes), cases.columns_case, sizes)) <= 1e-12
+
+
 def test_outputs_may_have_any_dtype(ranks):
     for found in ranks.run(3, cases.dtypes_case):
         assert set(found) > {"none", "n", "any", "c"}

@@ -33,7 +33,8 @@ class _Rows:
         self._like, self._counts = tensor[:0], counts
         self._row_bytes = tensor.element_size() * tensor[:0].new_empty(tensor.shape[1:], device="meta").numel()
         room = max(counts) * self._row_bytes
-        own = tensor.contiguous().reshape(-1).view(torch.uint8)
+        # One row of a column, or none, is contiguous whatever its stride, and reshape would keep that.
+        own = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         self._all = own.new_empty(len(counts), room)
         if own.numel() < room:
             own = torch.cat([own, own.new_zeros(room - own.numel())])
