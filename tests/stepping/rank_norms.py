@@ -164,16 +164,16 @@ def weighed_case(group: Any, sizes: list[int]) -> dict[str, Any]:
     return compared(model, truth, big, result)
 
 
-def some_parameters_case(group: Any, sizes: list[int]) -> float:
-    """The gradient of the last layer alone, and of none before it."""
+def some_parameters_case(group: Any, sizes: list[int], of: str) -> float:
+    """The gradient of one part alone, and of no other."""
     batch = images(sum(sizes), size=8)
     big = big_batch(make("branches"), batch)
     model = wrapped(make("branches"), group)
     share = share_of(batch, sizes, group)
     bb.accumulate(
-        model, loss_fn, share, micro_batch_size=2, batch_norm="exact", parameters=model.module.left.parameters()
+        model, loss_fn, share, micro_batch_size=2, batch_norm="exact", parameters=getattr(model.module, of).parameters()
     )
-    expected = {name: g if name.startswith("left") else None for name, g in big.gradients.items()}
+    expected = {name: g if name.startswith(of) else None for name, g in big.gradients.items()}
     return gradient_error(gradients_of(model), expected)
 
 

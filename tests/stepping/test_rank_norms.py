@@ -105,8 +105,11 @@ def test_a_rank_whose_samples_do_not_count_has_a_gradient_all_the_same(ranks):
     check(ranks.run(2, cases.weighed_case, [4, 3]))
 
 
-def test_gradients_of_some_parameters_alone(ranks):
-    assert max(ranks.run(2, cases.some_parameters_case, [4, 3])) <= GRADIENT
+@pytest.mark.parametrize("of", ["first", "left", "last"])
+@pytest.mark.parametrize("sizes", [[4, 3], [4, 0, 3]])
+def test_gradients_of_some_parameters_alone(ranks, sizes, of):
+    """All ranks go through all meetings in backward, also one that has no graph, and no way from them to these."""
+    assert max(ranks.run(len(sizes), cases.some_parameters_case, sizes, of)) <= GRADIENT
 
 
 def test_steps_go_where_those_of_one_process_go(ranks):

@@ -70,6 +70,7 @@ class PooledBatchNorm:
         self._is_idle = False
         self._token: torch.Tensor | None = None
         self._has_looked_for_state = False
+        self.roots: list[torch.Tensor] = []  # the leaf that all meetings of ranks lead to in backward
         self.host: Host | None = None
 
     def is_needed(self) -> bool:
@@ -109,6 +110,7 @@ class PooledBatchNorm:
             self._saved = SavedOnHost(self.host, stay)
         self._meetings, self._is_idle = meetings, is_idle
         self._token = torch.zeros((), device=device, requires_grad=True) if meetings else None
+        self.roots = [] if self._token is None else [self._token]
         self._lockstep = Lockstep(device, self, depth_first=self.host is not None)
         try:
             with contextlib.ExitStack() as stack:
@@ -117,6 +119,7 @@ class PooledBatchNorm:
                 yield
         finally:
             self._saved = self._lockstep = self._meetings = self._token = None
+            self.roots = []
 
     def forwards(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """What the forwards of all micro-batches return; they run side by side.

@@ -56,6 +56,9 @@ def run_side_by_side(
         digests, first = pooled.end_forwards(digest_of(done.shares.kinds), done.shares.groups)
         if len(set(digests)) > 1:
             same_kinds(ranks, done, digests)
+        if first and done.gradients.inputs is not None:
+            # Else backward leaves out meetings from which no way leads to these: all, on a rank without samples.
+            done.gradients.inputs = [*done.gradients.inputs, *pooled.roots]
         if shares or first:
             backward([*first, *shares], done)
     return bool(shares)
