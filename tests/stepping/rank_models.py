@@ -468,3 +468,17 @@ def planned_after_a_loop_case(group: Any) -> tuple[int, ...]:
     optimizer = torch.optim.SGD(model.parameters())
     step = bb.Step(model, mean_over_samples, optimizer, weight="samples", memory_budget="50MiB")
     return step(share_of(tokens(7), group, last_is_empty=True)).micro_batch_sizes
+
+
+def unfinished_case(group: Any) -> tuple[str, bool]:
+    """A backward by hand has left DDP waiting for a parameter; then a step cannot begin, and nothing is lost."""
+    model = Wrapped(words(), process_group=group)
+    model.module.embed(tokens(2)["x"]).sum().backward()  # not through DDP
+    before = model.module.embed.weight.grad
+    model(tokens(2)["x"])
+    model.module.scale.square().sum().backward()  # of all that DDP waits for, this alone
+    try:
+        bb.accumulate(model, mean_over_samples, share_of(tokens(4), group), weight="samples")
+    except RuntimeError as error:
+        return str(error), model.module.embed.weight.grad is before
+    return "no error", False

@@ -181,3 +181,10 @@ def test_ddp_puts_its_buckets_in_order_when_all_ranks_are_there(ranks, reduce, d
 
 def test_ddp_puts_its_buckets_in_order_before_ranks_plan_alone(ranks):
     assert [sum(sizes) for sizes in ranks.run(3, cases.planned_after_a_loop_case)] == [4, 3, 0]
+
+
+def test_what_ddp_says_before_the_first_forward_leaves_gradients_as_they_were():
+    with workers(2) as ranks:
+        for said, is_kept in ranks.run(2, cases.unfinished_case):
+            assert said.startswith("Expected to have finished reduction in the prior iteration")
+            assert is_kept

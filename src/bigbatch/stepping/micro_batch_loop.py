@@ -180,8 +180,8 @@ class Accumulator:
         done = Accumulation(gradients, Shares(pieces), padding=pieces.padding)
         watch = None
         self.ranks.num_told = num_told(len(parameters))
-        self.ranks.reducer.begin()
         try:
+            self.ranks.reducer.begin()
             watch = HookWatch(named_parameters, self._modules, self._trusted_hooks)
             if self._statistics:
                 self._statistics.start()

@@ -154,10 +154,10 @@ class Reducer:
 
     def begin(self) -> None:
         """Before the first forward of a step: nothing is reduced, unless ``before_micro_batch`` says so."""
-        if not self.is_quiet:
-            self.rebuild_buckets()
         self._before = [(ddp.require_backward_grad_sync, ddp.require_forward_param_sync) for ddp in self._ddps]
         self.before_micro_batch(is_last=False)
+        if not self.is_quiet:
+            self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
         """Let DDP put its buckets in order, where it has reduced for the first time. A collective.
