@@ -30,7 +30,7 @@ torture: .venv/installed-for-test
 
 benchmark: .venv/installed-for-test
 	.venv/bin/python benchmarks/overhead.py
-	.venv/bin/python benchmarks/ranks.py
+	.venv/bin/python -m benchmarks.ranks
 
 # Long: more than an hour, and up to 6 GB of memory. Results are kept, so that it may be interrupted.
 accuracy: .venv/installed-for-test

@@ -1,6 +1,6 @@
 """Steps of several ranks: their time beside a loop by hand with DDP and ``no_sync``, and their bytes beside the plan's.
 
-``python benchmarks/ranks.py`` and ``python benchmarks/ranks.py --memory`` print tables; README.md beside this file says
+``python -m benchmarks.ranks`` and ``python -m benchmarks.ranks --memory`` print tables; README.md beside this file says
 what is in them.
 """
 
