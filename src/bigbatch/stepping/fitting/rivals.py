@@ -113,6 +113,7 @@ def _fuller(fits: _Fits, plan: Plan, of_size: Callable[[int], Plan | None]) -> l
     @functools.cache
     def traced(size: int) -> Plan | None:
         found = of_size(size)
+        # Where a rest of one sample may not be (BatchNorm), the cut has smaller micro-batches than it was asked for.
         if found is None or max(fits.planner.sizes_of(found, fits.batch_size)) < size:
             return None
         if seconds_of(found) > _WORTH_FILLING * seconds_of(expected):
