@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.stepping import rank_memory as cases
-from tests.stepping.workers import Workers, workers
 
 TOLERANCE = 0.005
 """Of the measured bytes: the peak that is planned may be as much less."""
 
 SLOW_DDP = [(2, "overlap", 49, True), (6, "after", 49, False), (2, "after", 160, False)]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Workers]:
-    with workers(4) as found:
-        yield found
 
 
 @pytest.mark.parametrize(

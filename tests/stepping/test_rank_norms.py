@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,15 +9,9 @@ import pytest
 from tests.reference import gradient_error
 from tests.stepping import rank_norms as cases
 from tests.stepping.pooled_models import big_batch, images
-from tests.stepping.workers import Workers, workers
+from tests.stepping.workers import workers
 
 GRADIENT, STATISTICS = 1e-10, 1e-12
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Workers]:
-    with workers(4) as found:
-        yield found
 
 
 def check(found: list[dict[str, Any]]) -> None:

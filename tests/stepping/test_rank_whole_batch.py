@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from bigbatch.stepping.coupled.batch_of_ranks import Elsewhere
 from tests.reference import gradient_error
 from tests.stepping import rank_whole_batch as cases
-from tests.stepping.workers import Workers, workers
+from tests.stepping.workers import workers
 
 READY = ["InfoNCE", "SigLIP", "SupCon"]
 WRITTEN = ["Pearson", "pairwise AUC", "soft Dice"]  # the second looks at the batch, the third at sums
@@ -30,12 +29,6 @@ FAST = [
     (4, "Pearson", "empty rank", "uneven"),
     (4, "soft Dice", "uneven", 1),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Workers]:
-    with workers(4) as found:
-        yield found
 
 
 def check(found: list[dict[str, float]]) -> None:

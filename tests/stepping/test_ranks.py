@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.reference import gradient_error
 from tests.stepping import rank_cases as cases
-from tests.stepping.workers import Workers, workers
 
 FAST = [
     (2, "ddp", "mean", 3),
@@ -30,12 +27,6 @@ FAST = [
     (2, "ddp", "padded rank", 3),
     (2, "fsdp2", "padded rank", 3),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Workers]:
-    with workers(4) as found:
-        yield found
 
 
 def check(found: list[dict[str, float]]) -> None:
