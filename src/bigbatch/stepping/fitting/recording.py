@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,23 @@ def apply_quietly(plan: Plan, model: nn.Module) -> Recomputing:
 
 
 @contextlib.contextmanager
+def after_last_backward(step: Step, do: Callable[[], Any]) -> Iterator[None]:
+    """Within the block, do something in each step between its last backward and what follows."""
+    accumulator, run = step.accumulator, step.accumulator.run
+
+    def run_and_do(*args: Any, **kwargs: Any) -> Any:
+        done = run(*args, **kwargs)
+        do()
+        return done
+
+    accumulator.run = run_and_do
+    try:
+        yield
+    finally:
+        del accumulator.run
+
+
+@contextlib.contextmanager
 def recorded(step: Step, recorder: Recorder, *, closely: bool, moment_bytes: int = 0) -> Iterator[None]:
     """Within the block, what the step does is noted.
 
@@ -35,7 +52,7 @@ def recorded(step: Step, recorder: Recorder, *, closely: bool, moment_bytes: int
         moment_bytes: That summing the gradients over ranks, which this step does not, needs before the update.
     """
     accumulator = step.accumulator
-    loss_fn, listener, run = accumulator.loss_fn, step.on_micro_batch, accumulator.run
+    loss_fn, listener = accumulator.loss_fn, step.on_micro_batch
 
     def watched(model: Any, micro_batch: Any) -> Any:
         with recorder.strictly(), recorder.watching_saves() if closely else contextlib.nullcontext():
@@ -43,19 +60,16 @@ def recorded(step: Step, recorder: Recorder, *, closely: bool, moment_bytes: int
         recorder.mark("backward")
         return returned
 
-    def run_and_mark(*args: Any, **kwargs: Any) -> Any:
-        done = run(*args, **kwargs)
+    def begin_update() -> None:
         recorder.mark("update")
         torch.empty(moment_bytes, dtype=torch.uint8)
-        return done
 
     step.on_micro_batch = lambda k, count: recorder.mark("micro-batch")
     accumulator.loss_fn = watched
-    accumulator.run = run_and_mark
+    modules = recorder.watching_modules() if closely else contextlib.nullcontext()
     try:
-        with recorder.watching_modules() if closely else contextlib.nullcontext():
+        with after_last_backward(step, begin_update), modules:
             yield
         recorder.mark("end")
     finally:
         step.on_micro_batch, accumulator.loss_fn = listener, loss_fn
-        del accumulator.run

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,8 @@ from bigbatch.memory.measure import count_peak_bytes
 from bigbatch.memory.out_of_memory import is_out_of_memory, release
 from bigbatch.stepping.compiled import without_compiled_code
 from bigbatch.stepping.coupled.whole_batch import whole_of
-from bigbatch.stepping.distributed.buckets import Buckets, buckets_of
+from bigbatch.stepping.distributed.buckets import buckets_of
+from bigbatch.stepping.fitting.recording import after_last_backward
 from bigbatch.stepping.fitting.trial import put_back_afterwards, step_with_zeros
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan, StepOptions
@@ -200,7 +201,9 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
             held += [batch.micro_batches if isinstance(batch, LogicalBatch) else batch, all_of_them, given.whole]
         buckets = buckets_of(step.model, num_ranks=_num_ranks(step), reduce=step.options.reduce)
         counting = count_peak_bytes(accumulator.device, track=held, resized=accumulator.ranks.reducer.is_sharded)
-        with counting as meter, _with_copies_of_gradients(step, buckets):
+        # Summing gradients over ranks would make copies, which a rank by itself does not.
+        copies = partial(torch.empty, buckets.moment_bytes, dtype=torch.uint8, device=accumulator.device)
+        with counting as meter, after_last_backward(step, copies):
             result = step.attempt(given, None, step.named_parameters())
             if result.skipped:  # the optimizer did not run, but its temporaries belong to a steady step
                 step_with_zeros(step)
@@ -212,23 +215,6 @@ def measure(step: Step, batch: Any, micro_batch_size: int | None) -> int:
 def _num_ranks(step: Step) -> int:
     group = step.accumulator.ranks.group
     return 1 if group is None else group.size()
-
-
-@contextlib.contextmanager
-def _with_copies_of_gradients(step: Step, buckets: Buckets) -> Iterator[None]:
-    """After the last backward, allocate what summing gradients would take, which a rank by itself does not do."""
-    accumulator, run = step.accumulator, step.accumulator.run
-
-    def run_and_copy(*args: Any, **kwargs: Any) -> Any:
-        done = run(*args, **kwargs)
-        torch.empty(buckets.moment_bytes, dtype=torch.uint8, device=accumulator.device)
-        return done
-
-    accumulator.run = run_and_copy
-    try:
-        yield
-    finally:
-        del accumulator.run
 
 
 def _to_be_run(step: Step, batch: Any, micro_batch_size: int | None) -> tuple[LogicalBatch, list[Any]]:
