@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-import threading
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bigbatch.memory.measure import LiveBytes
-from bigbatch.stepping.normalization.lockstep import Lockstep, this_worker
+from bigbatch.stepping.normalization.lockstep import Lockstep, Worker, this_worker
 
 
 class Sum:
@@ -43,10 +44,9 @@ def meet(value):
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    before = threading.active_count()
+def no_worker_is_left() -> Iterator[None]:
     yield
-    assert threading.active_count() == before
+    assert not [found for found in gc.get_objects() if type(found) is Worker and found]
 
 
 def test_they_meet_in_order_and_one_runs_at_a_time():
@@ -109,6 +109,119 @@ def test_what_torch_keeps_for_each_thread_is_there():
     assert len(packed) == 2
 
 
+def around_a_meeting() -> contextlib.ExitStack:
+    """All that a forward may open before a layer and close after it."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(torch.autocast("cpu", torch.float16, cache_enabled=False))
+    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t))
+    stack.enter_context(Doubles())
+    stack.enter_context(LiveBytes())
+    return stack
+
+
+def what_torch_keeps() -> tuple[object, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),  # pyright: ignore[reportAttributeAccessIssue]
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+def test_what_one_has_opened_when_it_pauses_is_its_own():
+    before, seen = what_torch_keeps(), []
+
+    def work(number):
+        for turn in range(4):
+            if (turn + number) % 2:
+                with around_a_meeting():
+                    inside = what_torch_keeps()
+                    meet(number)
+                    assert what_torch_keeps() == inside != before
+            else:
+                meet(number)
+            seen.append(what_torch_keeps())
+
+    Lockstep(torch.device("cpu"), Sum()).run([lambda n=n: work(n) for n in range(3)])
+
+    assert seen == [before] * 12
+    assert what_torch_keeps() == before
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt("mine"), SystemExit("mine")])
+def test_what_one_has_opened_is_closed_when_another_fails(error):
+    before, closed = what_torch_keeps(), []
+
+    def waits():
+        try:
+            with around_a_meeting():
+                with contextlib.suppress(Exception):
+                    meet(1)
+                closed.append("not reached")
+        finally:
+            closed.append(what_torch_keeps())
+            with contextlib.suppress(BaseException):
+                meet(2)  # nobody comes any more
+
+    def fails():
+        raise error
+
+    with pytest.raises(type(error), match="mine"):
+        Lockstep(torch.device("cpu"), Sum()).run([waits, fails, waits])  # the third has not begun
+
+    assert closed == [before]
+    assert what_torch_keeps() == before
+
+
+class Within(torch.autograd.Function):
+    """Calls what it is given from torch's own code."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
+
+
+class Calls(TorchFunctionMode):
+    """Calls it from torch's own code, too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.exp:
+            meet(0)
+        return func(*args, **(kwargs or {}))
+
+
+def test_they_may_pause_below_frames_that_are_not_python():
+    def work(number):
+        x = torch.ones((), requires_grad=True)
+
+        def met(x):
+            return x * meet(number)
+
+        def deep(n):
+            return max((0, n), key=lambda _: meet(number)) if n == 0 else sorted([n], key=lambda n: deep(n - 1))
+
+        y: object = x
+        for _ in range(3):
+            y = Within.apply(y, met)
+            with Calls():
+                torch.ones(()).exp()
+            assert deep(20) == [20]
+        return y
+
+    found = Lockstep(torch.device("cpu"), Sum()).run([lambda n=n: work(n) for n in (1, 2, 3)])
+
+    assert [y.item() for y in found] == [6.0**3] * 3
+    assert all(torch.autograd.grad(y, y)[0] == 1 and y.requires_grad for y in found)
+
+
 def test_backward_finishes_one_before_the_next_between_meetings():
     order: list[int] = []
 
@@ -119,17 +232,12 @@ def test_backward_finishes_one_before_the_next_between_meetings():
             x.register_hook(lambda _: order.append(number))
         return x
 
-    for depth_first, expected in ((True, [2, 2, 2, 1, 1, 1, 0, 0, 0]), (False, None)):
-        order.clear()
-        lockstep = Lockstep(torch.device("cpu"), Sum(), depth_first=depth_first)
-        torch.stack(lockstep.run([lambda n=n: work(n) for n in range(3)])).sum().backward()
-        assert sorted(order) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-        assert (order == expected) == depth_first
+    torch.stack(Lockstep(torch.device("cpu"), Sum()).run([lambda n=n: work(n) for n in range(3)])).sum().backward()
+    assert order == [2, 2, 2, 1, 1, 1, 0, 0, 0]
 
 
 def test_an_exception_is_let_go():
     """Its traceback holds what a forward has computed: out of memory, nothing of it may stay."""
-    import gc
     import weakref
 
     seen = []

@@ -111,7 +111,7 @@ class PooledBatchNorm:
         self._meetings, self._is_idle = meetings, is_idle
         self._token = torch.zeros((), device=device, requires_grad=True) if meetings else None
         self.roots = [] if self._token is None else [self._token]
-        self._lockstep = Lockstep(device, self, depth_first=self.host is not None)
+        self._lockstep = Lockstep(device, self)
         try:
             with contextlib.ExitStack() as stack:
                 for layer in layers:
