@@ -72,13 +72,15 @@ class Coupled:
     def reference(self, model: nn.Module, batch: dict[str, Tensor], sizes: Sequence[int]) -> tuple[Tensor, Gradients]:
         """Loss and gradients of the big batch, whose random numbers are drawn for these samples in turn.
 
-        All graphs are alive at once, and one backward goes through the plain loss.
+        The first comes last. All graphs are alive at once, and one backward goes through the plain loss.
         """
         model.zero_grad()
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         parts = [
-            self.outputs(model, slice_batch(batch, start, start + n)) for start, n in zip(starts, sizes, strict=True)
+            self.outputs(model, slice_batch(batch, start, start + n))
+            for start, n in (*zip(starts[1:], sizes[1:], strict=True), (0, sizes[0]))
         ]
+        parts = [parts[-1], *parts[:-1]]
         whole = {
             name: sum(part[name] for part in parts) if name in self.sums else torch.cat([part[name] for part in parts])
             for name in parts[0]

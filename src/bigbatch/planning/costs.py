@@ -177,6 +177,7 @@ class MemoryProfile(Json):
         slots: In the order of the forward. The first and the last are not blocks.
         outputs: Gradients of the outputs of a ``WholeBatchLoss``, by samples of the whole batch.
         loss_bytes: Of a ``WholeBatchLoss``, the most bytes alive in the loss for so many samples of the whole batch.
+        keeps_first: Whether the graph of the first micro-batch is there beside such a loss, and not made again.
         gathered: By slot, what of its lines FSDP2 needs; empty where the model is not spread over ranks.
         whole_gradients: Under FSDP2, that ``gradient_bytes`` are those of the whole model, until the last micro-batch.
         workspace: Bytes that kernels need only while they run, beyond counted storages; zero when not measured.
@@ -210,6 +211,7 @@ class MemoryProfile(Json):
     slots: tuple[Slot, ...] = ()
     outputs: Line = NOTHING
     loss_bytes: tuple[tuple[int, float], ...] = ()
+    keeps_first: bool = False
     gathered: tuple[Gathered, ...] = ()
     whole_gradients: bool = False
     workspace: Line = NOTHING

@@ -11,7 +11,7 @@ from bigbatch.planning.chain import WHOLE, Segment
 from bigbatch.planning.costs import MemoryProfile, Slot
 from bigbatch.planning.naming import segments_of
 from bigbatch.planning.search import neighbours
-from bigbatch.planning.simulate import Phase, Simulation
+from bigbatch.planning.simulate import Simulation
 from bigbatch.units import format_bytes
 from bigbatch.values import Plan
 
@@ -166,12 +166,12 @@ def _highest(profile: MemoryProfile, simulation: Simulation, segments: Sequence[
     gradients = profile.gradient_bytes
     found = [_Moment(None, 0, gradients, simulation.update_bytes - gradients)]
     first, later = simulation.sizes[0], max(simulation.sizes[1:], default=0)
-    phase = Phase(profile, simulation.chain, first, is_first=True, is_later=False)
+    phase = simulation.phase(first, is_first=True, is_later=False)
     for slot, held, move in phase.walk(segments):
         born = _gradients_so_far(profile, profile.slots[move.last], first, move.need - move.gain)
         found.append(_Moment((slot, move.last), held + move.gain, born, move.need - move.gain - born))
     if later:
-        phase = Phase(profile, simulation.chain, later, is_first=False, is_later=True)
+        phase = simulation.phase(later, is_first=False, is_later=True)
         for slot, held, move in phase.walk(segments):
             found.append(_Moment((slot, move.last), held + move.gain, gradients, move.need - move.gain - gradients))
     return max(found, key=lambda moment: moment.total)
@@ -257,7 +257,7 @@ def _place(profile: MemoryProfile, moment: _Moment) -> str:
 
 
 def _blocks(profile: MemoryProfile, simulation: Simulation, segments: Sequence[Segment]) -> tuple[Block, ...]:
-    phase = Phase(profile, simulation.chain, max(simulation.sizes), is_first=True, is_later=False)
+    phase = simulation.phase(max(simulation.sizes), is_first=True, is_later=False)
     saved = {slot: move.gain for slot, _, move in phase.walk(())}
     held = {slot: move.gain for slot, _, move in phase.walk(segments)}
     seconds = dict(_seconds_by_slot(simulation, segments))
@@ -294,7 +294,7 @@ def _levers(
     levers = []
     if len(simulation.sizes) > 1:
         # As if each micro-batch were the first one: without the gradients of those before it.
-        phase = Phase(profile, simulation.chain, max(simulation.sizes), is_first=True, is_later=False)
+        phase = simulation.phase(max(simulation.sizes), is_first=True, is_later=False)
         alone = simulation.fixed_bytes + max(simulation.update_bytes, phase.peak(()))
         added = simulation.plain_seconds - direct.plain_seconds
         levers.append(Lever("micro-batches", direct.peak_of(()) - alone, added))

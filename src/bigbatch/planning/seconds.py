@@ -50,6 +50,7 @@ def seconds_without_recompute(profile: MemoryProfile, sizes: Sequence[int]) -> f
     seconds = profile.update_seconds + sum(count * micro_seconds(profile, size) for size, count in counted)
     if profile.loss_bytes and len(sizes) > 1:  # a loss of the whole batch needs all forwards first
         seconds += sum(count * _forward_seconds(profile, size) for size, count in counted)
+        seconds -= _forward_seconds(profile, sizes[0]) if profile.keeps_first else 0.0
     return seconds
 
 

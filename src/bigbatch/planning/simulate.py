@@ -42,9 +42,22 @@ class Move(NamedTuple):
 
 
 class Phase:
-    """A micro-batch of one size, as the first one of a step, as a later one, or as the larger of the two."""
+    """A micro-batch of one size, as the first one of a step, as a later one, or as the larger of the two.
 
-    def __init__(self, profile: MemoryProfile, chain: Chain, num_samples: int, *, is_first: bool, is_later: bool):
+    Args:
+        loss_bytes: Of a loss of the whole batch, computed when all of the first one is held.
+    """
+
+    def __init__(
+        self,
+        profile: MemoryProfile,
+        chain: Chain,
+        num_samples: int,
+        *,
+        is_first: bool,
+        is_later: bool,
+        loss_bytes: int = 0,
+    ):
         self.chain = chain
         self._num_samples = num_samples
         self._bytes_of_bits: dict[int, int] = {0: 0}
@@ -59,6 +72,8 @@ class Phase:
         slots = chain.slots
         self.passes = [both(slot.forward, slot.forward) for slot in slots]
         self.backward = [both(slot.backward_first, slot.backward) for slot in slots]
+        # The last slot is no block: what it saves is there at its end.
+        self.backward[-1] = max(self.backward[-1], loss_bytes if is_first else 0)
         self._pending = [both(slot.pending_first, slot.pending) for slot in slots]
         self._forward = [_whole(slot.forward, num_samples) for slot in slots]
         self._recompute = [_whole(slot.recompute, num_samples) for slot in slots]
@@ -168,12 +183,14 @@ class Simulation:
     def __init__(self, profile: MemoryProfile, sizes: Sequence[int], chain: Chain | None = None):
         self.sizes = tuple(sizes)
         self.chain = chain or Chain(profile)
+        self._profile = profile
         first, later = sizes[0], max(sizes[1:], default=0)
-        self.phases = [Phase(profile, self.chain, first, is_first=True, is_later=later == first)]
-        if later not in (0, first):
-            self.phases.append(Phase(profile, self.chain, later, is_first=False, is_later=True))
         batch = _whole(profile.batch, sum(sizes) if profile.batch_is_whole else max(sizes))
         self.outputs_bytes, loss = self._of_whole_batch(profile)
+        self._loss_beside_first = loss if profile.keeps_first else 0
+        self.phases = [self.phase(first, is_first=True, is_later=later == first)]
+        if later not in (0, first):
+            self.phases.append(self.phase(later, is_first=False, is_later=True))
         self.fixed_bytes = profile.resident_bytes + batch + self.outputs_bytes
         self.update_bytes = max(profile.gradient_bytes + profile.update_bytes, loss)
         self.workspace_bytes = _whole(profile.workspace, max(sizes))
@@ -192,6 +209,11 @@ class Simulation:
             return loss, 0  # beside all that the forward saved
         outputs = _whole(profile.outputs, num_samples)
         return outputs, max(0, loss - outputs)
+
+    def phase(self, num_samples: int, *, is_first: bool, is_later: bool) -> Phase:
+        """A micro-batch of this size, in these steps."""
+        loss = self._loss_beside_first
+        return Phase(self._profile, self.chain, num_samples, is_first=is_first, is_later=is_later, loss_bytes=loss)
 
     @functools.cached_property
     def prices(self) -> tuple[Prices, ...]:

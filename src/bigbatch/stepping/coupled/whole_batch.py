@@ -7,7 +7,8 @@ $$ \nabla_\theta L = \sum_k \nabla_\theta \sum_{i \in B_k} \langle o_i(\theta), 
 
 so two passes give the exact gradient: outputs without graph, the loss and $g$ once, and then the outputs again, each
 micro-batch with its graph and the backward from its rows of $g$. The second pass draws the random numbers of the first
-(Gao et al., 2021, https://arxiv.org/abs/2101.06983, who name it GradCache).
+(Gao et al., 2021, https://arxiv.org/abs/2101.06983, who name it GradCache). Of one micro-batch the graph is kept while
+the loss is computed, so that of $K$ forwards $K - 1$ run twice.
 
 Over several ranks the outputs of all are put together between the two passes (``over_ranks``). A rank with a single
 micro-batch keeps its graph until then, and runs its forward once.
@@ -25,7 +26,7 @@ import torch
 from bigbatch.batch.logical import LogicalBatch, Piece, Pieces
 from bigbatch.batch.moving import on_device
 from bigbatch.errors import ArgumentError, LossError
-from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.memory.out_of_memory import is_out_of_memory, release
 from bigbatch.stepping.checks import why_not_called
 from bigbatch.stepping.coupled.batch_of_ranks import layout_of
 from bigbatch.stepping.coupled.between import Between, Numbered, check_same_again, with_gradients, with_numbers
@@ -42,6 +43,7 @@ from bigbatch.stepping.coupled.outputs import (
 from bigbatch.stepping.coupled.over_ranks import alike, check_inside, put_together, share_of
 from bigbatch.stepping.generators import Generators
 from bigbatch.stepping.gradients import graph_of, leaves_of
+from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.losses import Sum, terms_of
 from bigbatch.stepping.placing import say_where
 from bigbatch.stepping.precision import Precision, at_least_float32
@@ -57,8 +59,8 @@ if TYPE_CHECKING:
 class WholeBatchLoss:
     """A loss of the outputs of all samples: the ``loss_fn`` of a loss that is no mean over samples.
 
-    The gradient is that of the one big batch, whatever the cut: the forward runs twice, and the loss once. A batch in
-    one micro-batch runs once.
+    The gradient is that of the one big batch, whatever the cut: the forward of all micro-batches but one runs twice,
+    and the loss once.
 
     >>> import bigbatch as bb
     >>> model = torch.nn.Linear(4, 3)
@@ -116,13 +118,20 @@ class TwoPasses:
     Args:
         given: The loss.
         precision: Of the step.
+
+    Attributes:
+        keeps_first: Whether the graph of the first micro-batch may be kept from the first pass; no more when memory ran
+            out in the loss beside it.
+        has_kept: It was, in the last step.
     """
 
     def __init__(self, given: WholeBatchLoss, precision: Precision):
+        self.keeps_first, self.has_kept = True, False
         self._given = given
         self._precision = precision
         self._whole: Any = None
         self._between: Between | None = None
+        self._kept: list[tuple[str, Any]] | None = None  # outputs of the first micro-batch, with their graph
         self._meeting: tuple[Accumulator, Pieces] | None = None  # with the other ranks, when there are some
 
     @property
@@ -151,16 +160,19 @@ class TwoPasses:
         pieces = replace(pieces, pieces=list(with_numbers(listed)), count=len(listed))
         self._whole = whole_of(batch, [piece for piece in listed if not piece.idle], of.options)
         self._meeting = (of, pieces) if of.ranks.are_several else None
+        self.has_kept = False
         try:
             if len(listed) != 1 or not self._may_run_once(of, statistics):
-                self._between = self._first(of, pieces)
+                self._between = self._first(of, pieces, keeps=self._may_keep(of, listed, statistics))
+                if undo.have_been_written():
+                    self._kept = None  # nobody would write it for this micro-batch
                 undo.restore(random_numbers=False)
                 if statistics:
                     statistics.restore()
                     statistics.start()
             yield pieces
         finally:
-            self._whole = self._between = self._meeting = None
+            self._whole = self._between = self._meeting = self._kept = None
 
     def _may_run_once(self, of: Accumulator, statistics: MergedStatistics | None) -> bool:
         """Whether the only micro-batch of this rank needs no forward before that with its graph."""
@@ -169,6 +181,12 @@ class TwoPasses:
         # Collectives inside the model must come in the same order on all ranks, and a forward that is run to count what
         # BatchNorm sees must come to no meeting.
         return not of.ranks.reducer.reduces_inside and not (statistics is not None and statistics.is_active)
+
+    def _may_keep(self, of: Accumulator, pieces: list[Piece], statistics: MergedStatistics | None) -> bool:
+        """Whether the first micro-batch may run once: its forward writes no statistics and comes to no collective."""
+        writes = of.sees_batch_statistics or (statistics is not None and statistics.is_active)
+        is_alone = len(pieces) < 2 or pieces[0].idle
+        return self.keeps_first and not (writes or is_alone or of.ranks.reducer.must_run_together)
 
     def second(self, model: Any, numbered: Numbered) -> dict[str, Sum]:
         """What a micro-batch adds to the loss, with the gradient of the loss of the whole batch."""
@@ -195,6 +213,9 @@ class TwoPasses:
     def _again(self, between: Between, model: Any, numbered: Numbered) -> list[tuple[str, Any]]:
         """The outputs of a micro-batch whose forward has run before, now with their graph."""
         number = numbered.number
+        if number == 0 and self._kept is not None:
+            found, self._kept, self.has_kept = self._kept, None, True
+            return found
         if not numbered.idle:
             between.before[number].restore()
         found = list(named_leaves(self._given.forward(model, numbered.micro_batch)))
@@ -212,35 +233,64 @@ class TwoPasses:
             check_leaf(path, leaf, numbered.num_samples)
         return found, self._over_ranks(outputs, [[(path, detached(leaf)) for path, leaf in found]], [])
 
-    def _first(self, of: Accumulator, pieces: Pieces) -> Between:
-        outputs, before, done = [], [], []
-        device = of.device
-        with torch.no_grad():
-            for piece in on_device(pieces.pieces, device):
-                if piece.idle:
+    def _first(self, of: Accumulator, pieces: Pieces, *, keeps: bool) -> Between:
+        """All outputs, and the loss of them.
+
+        Args:
+            keeps: Of the first micro-batch keep the graph. It runs last then, so that no other forward is beside it.
+        """
+        turns, device = list(pieces.pieces), of.device
+        sizes = [piece.num_samples for piece in turns if not piece.idle]
+        outputs: list[Any] = [None] * len(sizes)
+        before: list[Any] = [None] * len(sizes)
+        for piece in on_device([*turns[1:], turns[0]] if keeps else turns, device):
+            if piece.idle:
+                with torch.no_grad():
                     self._idle_forward(of, piece)
-                    continue
-                done.append(piece.num_samples)
-                masks = of.dropout.forward(piece.num_samples, first=sum(done[:-1]))
-                try:
-                    with self._precision.forward(device.type), masks:
-                        # Inside, because that is where masks of samples keep the number of their call.
-                        before.append(Generators(device, everywhere=True))
-                        outputs.append(self._given.forward(of.model, piece.micro_batch.micro_batch))
-                    for path, leaf in named_leaves(outputs[-1]):
-                        check_leaf(path, leaf, piece.num_samples)
-                except Exception as error:
-                    say_where(error, done, pieces)
-                    raise
-                del piece
-            nesting, parts = outputs[0] if outputs else None, [list(named_leaves(one)) for one in outputs]
-            del outputs
-            if self._meeting is not None:
-                return self._over_ranks(nesting, parts, before)
-            paths, sizes = [path for path, _ in parts[0]], [[num_rows(leaf) for _, leaf in part] for part in parts]
+                continue
+            number = piece.micro_batch.number
+            masks = of.dropout.forward(piece.num_samples, first=sum(sizes[:number]))
+            try:
+                with torch.set_grad_enabled(keeps and number == 0), self._precision.forward(device.type), masks:
+                    # Inside, because that is where masks of samples keep the number of their call.
+                    before[number] = Generators(device, everywhere=True)
+                    outputs[number] = self._given.forward(of.model, piece.micro_batch.micro_batch)
+                for path, leaf in named_leaves(outputs[number]):
+                    check_leaf(path, leaf, piece.num_samples)
+            except Exception as error:
+                say_where(error, sizes[: number + 1], pieces)
+                raise
+            del piece
+        nesting, parts = outputs[0] if outputs else None, [list(named_leaves(one)) for one in outputs]
+        del outputs
+        if keeps:
+            self._kept = parts[0]
+            parts[0] = [(path, detached(leaf)) for path, leaf in self._kept]
+            nesting = with_leaves(nesting, [leaf for _, leaf in parts[0]])
+        if self._meeting is not None:
+            return self._over_ranks(nesting, parts, before)
+        return self._at_once(nesting, parts, before, device)
+
+    def _at_once(self, nesting: Any, parts: list[Any], before: list[Generators], device: torch.device) -> Between:
+        """The loss over the outputs of all micro-batches, in one process."""
+        paths, sizes = [path for path, _ in parts[0]], [[num_rows(leaf) for _, leaf in part] for part in parts]
+        with torch.no_grad():
             leaves = list(joined_leaves(parts))
+        parts.clear()
         whole = next(iter(on_device([Piece(self._whole, 0, {})], device))).micro_batch
-        terms, gradients, inside, unit = self._differentiated(nesting, leaves, whole, device)
+        start, found = Generators(device, everywhere=True), None
+        try:
+            found = self._differentiated(nesting, leaves, whole, device)
+        except Exception as error:
+            if self._kept is None or not is_out_of_memory(error):
+                raise
+        if found is None:  # out of the except block: the traceback holds what the loss has computed
+            self._kept = None
+            insist(release)
+            start.restore()
+            found = self._differentiated(nesting, leaves, whole, device)
+            self.keeps_first = False
+        terms, gradients, inside, unit = found
         return Between(paths, sizes, terms, gradients, inside, unit, before, Generators(device, everywhere=True))
 
     def _idle_forward(self, of: Accumulator, piece: Piece) -> None:
@@ -258,7 +308,11 @@ class TwoPasses:
         parts.clear()  # the rows are in the share, and soon in the whole
         whole = put_together(of.ranks, share, of.device)
         with alike(of.ranks, whole, of.device):
-            of_all = self._differentiated(whole.share.nesting, whole.leaves, whole.batch, of.device)
+            try:
+                of_all = self._differentiated(whole.share.nesting, whole.leaves, whole.batch, of.device)
+            except Exception as error:
+                self.keeps_first &= not is_out_of_memory(error)  # in the next attempt, which all ranks make together
+                raise
         terms, gradients, inside, unit = of_all
         check_inside([p for p, _ in inside], of.model)
         if not pieces.part.has_constants:

@@ -125,7 +125,7 @@ class Planner:
     @cached_property
     def shadow(self) -> Shadow:
         """The step without numbers, made at its first use."""
-        return Shadow(self.step, self.batch, self.device, self.spread.buckets)
+        return Shadow(self.step, self.batch, self.device, self.spread.buckets, is_sharded=self.spread.is_sharded)
 
     @cached_property
     def traced(self) -> MemoryProfile:

@@ -57,7 +57,8 @@ def plan_pooled(
         if planner.device == "cpu":
             error.args = (
                 f'{error} With batch_norm="exact" all samples of the batch are there at once, and on a CPU what is '
-                f'saved has no other memory to go to; batch_norm="merge" needs less.',
+                f'saved has no other memory to go to. batch_norm="merge" needs less and is not the big batch: '
+                f"bb.verify says how far it turns the gradient.",
             )
             raise
         return _within(planner, batch_size, budget_bytes, _halves(batch_size), _names(recompute), error)
@@ -83,7 +84,7 @@ def _within(
     raise BudgetError(
         f'Nothing fits in {format_bytes(budget_bytes or 0)}: with batch_norm="exact" {batch_size} samples need '
         f"{format_bytes(smallest)}, in micro-batches of {sizes[-1]} whose forwards take turns. Raise the budget, or "
-        f'give batch_norm="merge".',
+        f'give batch_norm="merge", which is not the big batch: bb.verify says how far it turns the gradient.',
         smallest_bytes=int(smallest),
         budget_bytes=budget_bytes,
     )

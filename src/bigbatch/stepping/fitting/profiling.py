@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,9 @@ def profile_of(
     small, large = _SIZES
     plain = Plan(micro_batch_size=large)
     # The optimizers make their state in the first step, so what is resident is read from the second one.
-    up = shadow.run((small, large), plain, closely=True, price=price)
-    down = shadow.run((large, small), plain, closely=True, price=price)
+    with _no_graph_is_kept(shadow):
+        up = shadow.run((small, large), plain, closely=True, price=price)
+        down = shadow.run((large, small), plain, closely=True, price=price)
     first_small, later_large = micro_batches(up.events, up.sizes)
     first_large, later_small = micro_batches(down.events, down.sizes)
     traced = Traced(first=(first_small, first_large), later=(later_small, later_large))
@@ -61,7 +63,7 @@ def profile_of(
     except ShapesDependOnSizeError as error:
         raise TraceError(str(error)) from error
     resident = _resident(shadow, down, first_large, later_small)
-    if shadow.step.accumulator.two_passes is not None:
+    if shadow.two_passes is not None:
         resident |= _of_whole_batch(shadow, down, resident["other_bytes"])
     return MemoryProfile(
         **resident,
@@ -100,6 +102,20 @@ def _resident(shadow: Shadow, record: Record, first: MicroBatch, later: MicroBat
     }
 
 
+@contextmanager
+def _no_graph_is_kept(shadow: Shadow) -> Iterator[None]:
+    """Within the block, a loss of the whole batch lets the first micro-batch run as the others do, forward and all."""
+    two_passes = shadow.two_passes
+    if two_passes is None:
+        yield
+        return
+    before, two_passes.keeps_first = two_passes.keeps_first, False
+    try:
+        yield
+    finally:
+        two_passes.keeps_first = before
+
+
 def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[str, Any]:
     """What a loss of the whole batch costs by its samples: its outputs in the second pass, and its own peak.
 
@@ -108,7 +124,9 @@ def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[st
         other_bytes: With the outputs of that step among them.
     """
     small, plain = _SIZES[0], Plan(micro_batch_size=_SIZES[1])
-    records = [record, *(shadow.run((small, many - small), plain, closely=True) for many in _MANY)]
+    with _no_graph_is_kept(shadow):
+        records = [record, *(shadow.run((small, many - small), plain, closely=True) for many in _MANY)]
+    shadow.run((small, small), plain)
     starts = [next(event for event in record.events if event.marks("micro-batch")) for record in records]
     num_samples = [sum(record.sizes) for record in records]
     live = [start.live_bytes - record.micro_batch_bytes for start, record in zip(starts, records, strict=True)]
@@ -118,6 +136,7 @@ def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[st
     return {
         "other_bytes": int(other_bytes - outputs * num_samples[0]),
         "outputs": Line(0.0, outputs),
+        "keeps_first": shadow.two_passes is not None and shadow.two_passes.has_kept,
         "loss_bytes": tuple((size, max(0.0, peak - fixed)) for size, peak in zip(num_samples, peaks, strict=True)),
     }
 

@@ -29,6 +29,7 @@ from bigbatch.stepping.generators import host_generators_put_back
 from bigbatch.values import Plan
 
 if TYPE_CHECKING:
+    from bigbatch.stepping.coupled.whole_batch import TwoPasses
     from bigbatch.stepping.step import Step
 
 
@@ -96,12 +97,21 @@ class Shadow:
         device: "cpu" or "cuda": what the step would run on. On CUDA the allocator rounds every tensor up to 512 bytes,
             and optimizers work on all parameters at once unless told otherwise.
         buckets: What summing gradients over ranks needs.
+        is_sharded: The original is, or will be, spread over ranks by FSDP2; the copy is not.
 
     Raises:
         TraceError: It cannot be copied.
     """
 
-    def __init__(self, step: Step, batch: Any, device: str = "cpu", buckets: Buckets = NO_BUCKETS):
+    def __init__(
+        self,
+        step: Step,
+        batch: Any,
+        device: str = "cpu",
+        buckets: Buckets = NO_BUCKETS,
+        *,
+        is_sharded: bool = False,
+    ):
         self.device = device
         self.buckets = buckets
         self.workspaces: tuple[tuple[int, Workspaces], ...] = ()  # by the least samples of a micro-batch, ascending
@@ -110,6 +120,8 @@ class Shadow:
         self._real_options = step.options
         with cannot_be_traced():
             self.step = _fake_step(step, self.mode)
+        if self.two_passes is not None:
+            self.two_passes.keeps_first = not is_sharded
         with self.mode:
             self._held = torch.empty(buckets.held_bytes, dtype=torch.uint8)
         if device == "cuda":
@@ -120,6 +132,11 @@ class Shadow:
             if isinstance(module, nn.Module)
             for tensor in (*module.parameters(), *module.buffers())
         )
+
+    @property
+    def two_passes(self) -> TwoPasses | None:
+        """Of a loss of the whole batch."""
+        return self.step.accumulator.two_passes
 
     def run(
         self,
@@ -184,7 +201,7 @@ class Shadow:
         return contextlib.nullcontext() if self.device == "cpu" else pretend_host(CountedHost())
 
     def _logical_batch(self, given: Any, sizes: Sequence[int]) -> LogicalBatch:
-        if self.step.accumulator.two_passes is None:
+        if self.two_passes is None:
             return LogicalBatch([self._micro_batch(given, size) for size in sizes])
         if self._real_options.collate is not None:
             return fake_copy(cut_batch_of(given, sizes, self._real_options), self.mode)

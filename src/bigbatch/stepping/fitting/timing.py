@@ -109,6 +109,7 @@ class _Clock:
         self._step = step
         self._batch = batch
         self.update_seconds = self.first_pass_seconds = 0.0
+        self.spared_seconds = 0.0  # of a forward that is not made twice
         self._named = step.named_parameters()
 
     def run(self, size: int, *, num: int = 2, closely: bool = False) -> MicroBatch:
@@ -122,16 +123,20 @@ class _Clock:
         found = micro_batches(recorder.events, (size,) * num)[-1]
         self.update_seconds = recorder.events[-1].seconds
         self.first_pass_seconds = seconds_before(recorder.events) / num if batch.whole is not None else 0.0
+        two_passes = step.accumulator.two_passes
+        has_kept = two_passes is not None and two_passes.has_kept
+        self.spared_seconds = sum(event.seconds for event in found.forward) if has_kept else 0.0
         return found
 
     def step_seconds(self, cut: Sequence[int]) -> float:
         """Of a step of micro-batches of these sizes; each size is run once."""
         # A single micro-batch has no gradients beside it, and would not fit with them.
         num = min(2, len(cut))
-        seconds = 0.0
+        seconds = spared = 0.0
         for size, times in Counter(cut).items():
             seconds += times * (self.run(size, num=num).seconds + self.first_pass_seconds)
-        return seconds + self.update_seconds
+            spared = self.spared_seconds if size == cut[0] else spared
+        return seconds - spared + self.update_seconds
 
     def _batch_of(self, size: int, num: int) -> LogicalBatch:
         options = self._step.options
