@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import gc
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+from greenlet import greenlet
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from bigbatch.memory.measure import LiveBytes
-from bigbatch.stepping.normalization.lockstep import Lockstep, Worker, this_worker
+from bigbatch.stepping.normalization.lockstep import Lockstep, this_worker
+
+_AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Sum:
@@ -41,12 +48,6 @@ def meet(value):
     worker = this_worker()
     assert worker is not None
     return worker.meet(value)
-
-
-@pytest.fixture(autouse=True)
-def no_worker_is_left() -> Iterator[None]:
-    yield
-    assert not [found for found in gc.get_objects() if type(found) is Worker and found]
 
 
 def test_they_meet_in_order_and_one_runs_at_a_time():
@@ -109,15 +110,35 @@ def test_what_torch_keeps_for_each_thread_is_there():
     assert len(packed) == 2
 
 
-def around_a_meeting() -> contextlib.ExitStack:
+def around_a_meeting(*, no_hooks: bool = False) -> contextlib.ExitStack:
     """All that a forward may open before a layer and close after it."""
     stack = contextlib.ExitStack()
+    if no_hooks:  # and there may be none beneath
+        stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks("not here"))
+        return stack
+    for _ in range(2):  # two of each, so that their order counts
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t))
+        stack.enter_context(Doubles())
+        stack.enter_context(LiveBytes())
     stack.enter_context(torch.no_grad())
+    stack.enter_context(torch.inference_mode())
     stack.enter_context(torch.autocast("cpu", torch.float16, cache_enabled=False))
-    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t))
-    stack.enter_context(Doubles())
-    stack.enter_context(LiveBytes())
+    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+    stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+    stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+    stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+    stack.enter_context(default_dtype(torch.float64))
     return stack
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def what_torch_keeps() -> tuple[object, ...]:
@@ -126,19 +147,43 @@ def what_torch_keeps() -> tuple[object, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
-        torch._C._autograd._top_saved_tensors_default_hooks(True),  # pyright: ignore[reportAttributeAccessIssue]
-        torch._C._len_torch_function_stack(),
-        torch._C._len_torch_dispatch_stack(),
+        torch.is_inference_mode_enabled(),
+        _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message(),
+        [*hooks()],
+        [*map(id, _get_current_function_mode_stack())],
+        [*map(id, _get_current_dispatch_mode_stack())],
+        torch._C._is_multithreading_enabled(),  # pyright: ignore[reportAttributeAccessIssue]
+        torch._C._get_torch_function_state(),  # pyright: ignore[reportAttributeAccessIssue]
+        torch.is_anomaly_enabled(),
+        torch.is_anomaly_check_nan_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.get_default_dtype(),
     )
 
 
-def test_what_one_has_opened_when_it_pauses_is_its_own():
+def hooks() -> Iterator[int]:
+    """All hooks of saved tensors, the last first."""
+    top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+    if top is None:
+        return
+    why = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
+    _AUTOGRAD._pop_saved_tensors_default_hooks()
+    yield id(top[0])
+    yield from hooks()
+    _AUTOGRAD._saved_tensors_hooks_enable()
+    _AUTOGRAD._push_saved_tensors_default_hooks(*top)
+    if why is not None:
+        _AUTOGRAD._saved_tensors_hooks_disable(why, False)
+
+
+@pytest.mark.parametrize("no_hooks", [False, True])
+def test_what_one_has_opened_when_it_pauses_is_its_own(no_hooks):
     before, seen = what_torch_keeps(), []
 
     def work(number):
         for turn in range(4):
             if (turn + number) % 2:
-                with around_a_meeting():
+                with around_a_meeting(no_hooks=no_hooks):
                     inside = what_torch_keeps()
                     meet(number)
                     assert what_torch_keeps() == inside != before
@@ -198,7 +243,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_they_may_pause_below_frames_that_are_not_python():
+def test_they_may_pause_below_autograd_functions_and_modes_and_calls_from_c():
     def work(number):
         x = torch.ones((), requires_grad=True)
 
@@ -222,24 +267,70 @@ def test_they_may_pause_below_frames_that_are_not_python():
     assert all(torch.autograd.grad(y, y)[0] == 1 and y.requires_grad for y in found)
 
 
+def test_a_function_may_have_greenlets_of_its_own():
+    ended = []
+
+    def work(number):
+        def inner(value):
+            try:
+                return this_worker() is not None and meet(value) + meet(1)
+            finally:
+                ended.append(number)
+
+        return greenlet(inner).switch(number), meet(number)
+
+    assert Lockstep(torch.device("cpu"), Sum()).run([lambda n=n: work(n) for n in (1, 2, 3)]) == [(9, 6)] * 3
+    assert ended == [1, 2, 3]
+
+    with pytest.raises(LookupError):
+        Lockstep(torch.device("cpu"), Sum()).run([lambda: work(4), lambda: None])
+    assert ended == [1, 2, 3, 4]
+
+
+def test_nothing_of_them_is_left_for_the_garbage_collector():
+    """They hold states of random number generators, which are counted where memory is."""
+    seen = []
+
+    def work(fails):
+        worker = this_worker()
+        assert worker is not None
+        seen.append(weakref.ref(worker))
+        del worker
+        meet(1)
+        if fails:
+            raise ValueError("mine")
+
+    gc.collect()
+    gc.disable()
+    try:
+        Lockstep(torch.device("cpu"), Sum()).run([lambda: work(False)] * 3)
+        assert [ref() for ref in seen] == [None] * 3
+    finally:
+        gc.enable()
+    with pytest.raises(ValueError, match="mine"):
+        Lockstep(torch.device("cpu"), Sum()).run([lambda: work(False), lambda: work(True), lambda: work(False)])
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 6
+
+
 def test_backward_finishes_one_before_the_next_between_meetings():
     order: list[int] = []
 
     def work(number):
         x = torch.ones((), requires_grad=True)
-        for _ in range(3):
+        for turn in range(6):
+            if turn == 3:
+                x = meet(x)
             x = x * 1
             x.register_hook(lambda _: order.append(number))
         return x
 
     torch.stack(Lockstep(torch.device("cpu"), Sum()).run([lambda n=n: work(n) for n in range(3)])).sum().backward()
-    assert order == [2, 2, 2, 1, 1, 1, 0, 0, 0]
+    assert order == [2, 2, 2, 1, 1, 1, 0, 0, 0] * 2
 
 
 def test_an_exception_is_let_go():
     """Its traceback holds what a forward has computed: out of memory, nothing of it may stay."""
-    import weakref
-
     seen = []
 
     def work():

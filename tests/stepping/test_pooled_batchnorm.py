@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import bigbatch as bb
 from bigbatch.memory.measure import LiveBytes
 from bigbatch.memory.offloading import MeteredHost, pretend_host
+from bigbatch.stepping.normalization.lockstep import this_worker
 from tests.reference import assert_same_gradients, gradient_error, gradients
 from tests.stepping.pooled_models import (
     Batch,
@@ -37,13 +40,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformers": transformers_resnet,
     "dcgan": dcgan_discriminator,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    before = threading.active_count()
-    yield
-    assert threading.active_count() == before
 
 
 def make(name: str = "resnet") -> nn.Module:
@@ -190,15 +186,18 @@ def test_layers_in_eval_mode_use_their_statistics():
 
 def test_with_all_layers_in_eval_mode_the_micro_batches_run_one_by_one():
     model = make().eval()
-    seen: list[int] = []
+    seen: list[bool] = []
 
     def loss(m, b):
-        seen.append(threading.get_ident())
+        seen.append(this_worker() is None)
         return loss_fn(m, b)
 
     bb.accumulate(model, loss, images(9), micro_batch_size=4, batch_norm="exact")
 
-    assert set(seen) == {threading.get_ident()}
+    assert seen == [True] * 3
+    model.train()
+    bb.accumulate(model, loss, images(9), micro_batch_size=4, batch_norm="exact")
+    assert seen == [True] * 3 + [False] * 3
 
 
 class CalledThreeTimes(nn.Module):
@@ -611,12 +610,12 @@ def test_after_a_failure_all_is_as_it_was(place, error, on_host):
     assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
 
 
-def test_ctrl_c_in_the_main_thread_ends_all():
+def test_ctrl_c_ends_all():
     import _thread
 
     def loss(model, batch):
         if len(batch[0]) == 1:
-            _thread.interrupt_main()  # the main thread waits for this one
+            _thread.interrupt_main()
         return loss_fn(model, batch)
 
     model = make()
@@ -626,7 +625,7 @@ def test_ctrl_c_in_the_main_thread_ends_all():
     assert_is_the_big_batch(model, images(9), 4)
 
 
-def test_an_except_of_the_users_does_not_keep_a_thread():
+def test_an_except_of_the_users_does_not_go_on_alone():
     def loss(model, batch):
         if len(batch[0]) == 1:
             raise ValueError("mine")
@@ -844,3 +843,68 @@ def test_the_device_bytes_grow_slowly_with_the_batch():
     found = [peak_of_activations(num_samples, 8, MeteredHost(), "exact") for num_samples in (32, 96)]
 
     assert found[1] - found[0] < 0.1 * peak_of_activations(64, None, None, "native")
+
+
+@torch.library.custom_op("bigbatch_tests::called", mutates_args=())
+def _called(x: torch.Tensor) -> torch.Tensor:
+    return _INSIDE[-1](x).clone()
+
+
+_INSIDE: list[nn.Module] = []
+
+
+def in_a_custom_operator(model, x):
+    _INSIDE.append(model)
+    return _called(x)
+
+
+def in_another_thread(model, x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(model, x).result()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (in_a_custom_operator, r"'layer' is called in the body of a custom operator \(torch\.library\)"),
+        (in_another_thread, "'layer' is called in another thread while the forwards of the micro-batches run"),
+        (
+            lambda model, x: torch.func.functional_call(model, {n: p * 2 for n, p in model.named_parameters()}, (x,)),
+            r"other tensors are in the place of parameters or buffers of the model \(torch\.func\.functional_call\)",
+        ),
+    ],
+)
+def test_where_a_layer_cannot_wait_it_says_so_and_all_is_as_before(call, match):
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(layer=nn.BatchNorm1d(4), last=nn.Linear(4, 2))).double()
+    before, tensors = copy.deepcopy(model.state_dict()), {name: id(p) for name, p in model.named_parameters()}
+
+    with pytest.raises(bb.LossError, match=match):
+        bb.accumulate(
+            model, lambda m, x: call(m, x).mean(), torch.randn(9, 4).double(), micro_batch_size=4, batch_norm="exact"
+        )
+
+    assert {name: id(p) for name, p in model.named_parameters()} == tensors
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.is_leaf for p in model.parameters())
+
+
+def test_a_teacher_in_inference_mode_is_that_of_the_big_batch():
+    """And process-wide settings around a layer are each micro-batch's own."""
+
+    class WithTeacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+            self.teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH):
+                target = self.teacher(x)
+            return (self.student(x) - target.clone()).square().sum(1)
+
+    torch.manual_seed(0)
+    model, x = WithTeacher().double(), torch.randn(9, 4).double()
+    assert_is_the_big_batch(model, (x, x), 4, loss=lambda m, b: m(b[0]).mean())
+    assert not torch.is_inference_mode_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()

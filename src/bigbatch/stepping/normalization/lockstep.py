@@ -1,8 +1,8 @@
 """Functions that run side by side in one thread: each in a greenlet of its own, and one of them at a time.
 
 A function pauses where it needs something of all the others (``meet``); when all are there, it is made of what they
-brought, and they go on. What torch keeps for each thread or for the process is handed from one to the next, so that
-each function finds what it would find if it ran alone: modes, autocast, grad mode, the stream, and random numbers.
+brought, and they go on. What torch keeps for each thread is handed from one to the next, and so are the random numbers,
+so that each function finds what it would find if it ran alone: modes, autocast, grad mode, the stream.
 
 One thread and not many: each thread has memory of its own in the C library, and does not take what another has let go.
 
@@ -28,9 +28,11 @@ from bigbatch.stepping.normalization.thread_state import ThreadState
 
 
 def this_worker() -> Worker | None:
-    """The worker that runs now; None elsewhere."""
-    current = getcurrent()
-    return current if isinstance(current, Worker) else None
+    """The worker that runs now, also where its function has greenlets of its own; None elsewhere."""
+    current: greenlet | None = getcurrent()
+    while current is not None and not isinstance(current, Worker):
+        current = current.parent
+    return current
 
 
 class Meeting(Protocol):
@@ -88,8 +90,14 @@ class Worker(greenlet):
         self.paused: Any = None
         self._device = device
         self._state: ThreadState | None = None
+        self._inner: greenlet | None = None  # of the function's own, if it waits in one
         self._is_stopped = False
         self._function: Callable[[], Any] | None = function
+
+    @property
+    def has_not_paused(self) -> bool:
+        """Whether nobody else has run since it began."""
+        return self.random is None
 
     def run_on(self, reply: Any) -> None:
         """Let it run until it pauses or ends.
@@ -98,15 +106,18 @@ class Worker(greenlet):
             reply: What it gets from the meeting where it waits.
         """
         self.request = None
-        self._change_to(self.switch, reply)
+        self._change_to((self._inner or self).switch, reply)
 
     def meet(self, request: Any) -> Any:
-        """Pause until all workers are there. Called in the function itself."""
+        """Pause until all workers are there. Called in the function itself, with no frame of pybind11 in between."""
         if self._is_stopped:
             raise GreenletExit
-        self.request = request
+        current = getcurrent()
+        self.request, self._inner = request, None if current is self else current
         assert self.parent is not None
-        return self.parent.switch()
+        # When it ends, it puts back all that autograd keeps for this thread.
+        with torch.inference_mode(mode=False):
+            return self.parent.switch()
 
     def _live(self, _: Any) -> None:
         """The life of the greenlet."""
@@ -122,14 +133,15 @@ class Worker(greenlet):
         """End it wherever it is; no ``except Exception`` of the user's stops that."""
         self._is_stopped = True
         if self:  # it has begun and is not at its end
-            self._change_to(self.throw, GreenletExit)
+            self._change_to((self._inner or self).throw, GreenletExit)
+        self._inner = None
         self._function = self.request = self.failure = self.returned = None
 
     def _change_to(self, switch: Callable[[Any], Any], value: Any) -> None:
         around = ThreadState(self._device)
-        if self._state is not None:
-            self._state.put()
         try:
+            if self._state is not None:
+                self._state.put()
             switch(value)
             self._state = ThreadState(self._device) if self else None
         finally:

@@ -28,7 +28,7 @@ from bigbatch.memory.switching import computing, has_forward_of_its_own
 from bigbatch.stepping.compiled import is_compiled
 from bigbatch.stepping.distributed.meetings import END, Meetings
 from bigbatch.stepping.normalization.batchnorm import layers_of, update_running_statistics, uses_batch_statistics
-from bigbatch.stepping.normalization.lockstep import Lockstep, this_worker
+from bigbatch.stepping.normalization.lockstep import Lockstep, Worker, this_worker
 from bigbatch.stepping.normalization.pooling import Call, Normalise, Part, Pool, Statistics
 from bigbatch.stepping.shares import Group, Share
 from bigbatch.units import format_names
@@ -38,6 +38,9 @@ _ONE_PATH = (
     'depends on samples or on chance (early exit, layer drop), give batch_norm="merge" or "frozen".'
 )
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+_Place = tuple[dict[str, Any], str, Any]
+"""Where a module has a parameter or buffer, and which."""
 
 
 class _Request(NamedTuple):
@@ -69,6 +72,8 @@ class PooledBatchNorm:
         self._meetings: Meetings | None = None
         self._is_idle = False
         self._token: torch.Tensor | None = None
+        self._tensors: list[_Place] = []
+        self._tensors_of: dict[nn.Module, list[_Place]] = {}
         self._has_looked_for_state = False
         self.roots: list[torch.Tensor] = []  # the leaf that all meetings of ranks lead to in backward
         self.host: Host | None = None
@@ -105,6 +110,8 @@ class PooledBatchNorm:
         layers = [layer for layer in self._layers if uses_batch_statistics(layer, "exact")]
         self._check(layers)
         self._calls, self.host = {}, host_of(device)
+        self._tensors = [place for module in self._model.modules() for place in _places_of(module)]
+        self._tensors_of = {layer: list(_places_of(layer)) for layer in layers}
         if self.host is not None:
             stay = [*self._model.parameters(), *self._model.buffers(), *batch]
             self._saved = SavedOnHost(self.host, stay)
@@ -119,7 +126,7 @@ class PooledBatchNorm:
                 yield
         finally:
             self._saved = self._lockstep = self._meetings = self._token = None
-            self.roots = []
+            self.roots, self._tensors, self._tensors_of = [], [], {}
 
     def forwards(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """What the forwards of all micro-batches return; they run side by side.
@@ -180,6 +187,30 @@ class PooledBatchNorm:
                 "The loss runs a backward through BatchNorm in its forward (torch.autograd.grad, a gradient penalty). "
                 'With batch_norm="exact" the other micro-batches are not there yet, and their part would be missing. '
                 'Give batch_norm="merge" or "frozen".'
+            )
+
+    def check_may_pause(self, layer: _BatchNorm, worker: Worker | None) -> None:
+        """Raise ``LossError`` where others would go on, or this one would, with what is not theirs."""
+        if worker is None:
+            if self._lockstep is not None and self._lockstep.is_running:
+                raise LossError(
+                    f"The BatchNorm layer {self._names[layer]!r} is called in another thread while the forwards of the "
+                    f'micro-batches run, and with batch_norm="exact" they take turns in one. Call it in the thread of '
+                    f'the step, or give batch_norm="merge".'
+                )
+            return
+        if _is_in_custom_operator():
+            raise LossError(
+                f"The BatchNorm layer {self._names[layer]!r} is called in the body of a custom operator "
+                f'(torch.library), which cannot wait there for the other micro-batches. Give batch_norm="merge".'
+            )
+        known = self._tensors if worker.has_not_paused else self._tensors_of[layer]
+        if any(kept.get(name) is not tensor for kept, name, tensor in known):
+            raise LossError(
+                f"When the forward comes to the BatchNorm layer {self._names[layer]!r}, other tensors are in the place "
+                f"of parameters or buffers of the model (torch.func.functional_call). With "
+                f'batch_norm="exact" the forwards take turns, and each would put back those of another. Call the '
+                f'model itself, or give batch_norm="merge".'
             )
 
     def differ(self, found: dict[int, _Request | None]) -> Exception:
@@ -288,6 +319,7 @@ def _forward(pooled: PooledBatchNorm, layer: Any, x: torch.Tensor) -> torch.Tens
     """What a layer computes in lock-step, and when backward runs it again."""
     worker = this_worker()
     if worker is None and torch._C._current_graph_task_id() == -1:
+        pooled.check_may_pause(layer, worker)
         return type(layer).forward(layer, x)  # called by somebody else meanwhile
     layer._check_input_dim(x)
     part = Part(pooled.host)
@@ -301,9 +333,27 @@ def _forward(pooled: PooledBatchNorm, layer: Any, x: torch.Tensor) -> torch.Tens
             )
         mean, variance = part.call.mean, part.call.variance
     else:
+        pooled.check_may_pause(layer, worker)
         mean, variance, part.call = worker.meet(_Request(layer, x.numel() // x.shape[1], mean, variance, x))
     normalise: Any = Normalise.apply
     return normalise(x, mean, variance, part, pooled.check_all_are_there)
+
+
+def _places_of(module: nn.Module) -> Iterator[_Place]:
+    for kept in (module._parameters, module._buffers):
+        for name, tensor in kept.items():
+            yield kept, name, tensor
+
+
+def _is_in_custom_operator() -> bool:
+    """Whether torch has called what runs now as the body of an operator, below autograd.
+
+    Its binding (pybind11) keeps a stack of such calls, and ends the process when they do not end in their order.
+    """
+    is_excluded, keys = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey
+    # Where a mode answers for an operator the second is left out too, and inference mode leaves out the first.
+    below_autograd = is_excluded(keys.AutogradFunctionality) and not is_excluded(keys.ADInplaceOrView)
+    return below_autograd and not torch.is_inference_mode_enabled()
 
 
 def _activations_on(model: nn.Module) -> set[tuple[str, str, int]]:
