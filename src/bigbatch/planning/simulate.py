@@ -176,6 +176,7 @@ class Simulation:
         fixed_bytes: What is alive at every moment: the resident bytes, the batch, and what a loss of all of it needs.
         outputs_bytes: The last of these.
         update_bytes: The most bytes beyond those of the update, or of a loss of the whole batch.
+        loss_beside_first: Bytes of a loss of the whole batch, computed while all of the first micro-batch is held.
         workspace_bytes: What kernels need beyond counted storages.
         plain_seconds: Of a step that recomputes nothing.
     """
@@ -187,7 +188,7 @@ class Simulation:
         first, later = sizes[0], max(sizes[1:], default=0)
         batch = _whole(profile.batch, sum(sizes) if profile.batch_is_whole else max(sizes))
         self.outputs_bytes, loss = self._of_whole_batch(profile)
-        self._loss_beside_first = loss if profile.keeps_first else 0
+        self.loss_beside_first = loss if profile.keeps_first else 0
         self.phases = [self.phase(first, is_first=True, is_later=later == first)]
         if later not in (0, first):
             self.phases.append(self.phase(later, is_first=False, is_later=True))
@@ -212,7 +213,7 @@ class Simulation:
 
     def phase(self, num_samples: int, *, is_first: bool, is_later: bool) -> Phase:
         """A micro-batch of this size, in these steps."""
-        loss = self._loss_beside_first
+        loss = self.loss_beside_first
         return Phase(self._profile, self.chain, num_samples, is_first=is_first, is_later=is_later, loss_bytes=loss)
 
     @functools.cached_property

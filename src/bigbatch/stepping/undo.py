@@ -40,12 +40,8 @@ class _Buffer:
     def is_as_it_was(self) -> bool:
         """Whether it is as at the last look, as far as that can be seen."""
         now = self.owner._buffers.get(self.name)
-        return not self.was_written() and (now is None or self._copy is None or torch.equal(self._copy, now))
-
-    def was_written(self) -> bool:
-        """Whether it is another since the last look, as far as that can be seen without reading numbers."""
-        now = self.owner._buffers.get(self.name)
-        return now is not self._tensor or _version_of(now) != self._version
+        same = now is self._tensor and _version_of(now) == self._version
+        return same and (now is None or self._copy is None or torch.equal(self._copy, now))
 
     def keep(self) -> None:
         """Remember it as it is now."""
@@ -104,10 +100,6 @@ class Undo:
     def have_moved(self) -> bool:
         """Whether a buffer is another than before the step."""
         return not all(buffer.is_as_it_was() for buffer in self._buffers)
-
-    def have_been_written(self) -> bool:
-        """Whether operations have written to a buffer since ``take``. The kernel of BatchNorm does not tell."""
-        return any(buffer.was_written() for buffer in self._buffers)
 
     def let_go(self) -> None:
         """The step has succeeded: free the copies, and learn from them what changes."""

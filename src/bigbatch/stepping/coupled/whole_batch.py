@@ -8,7 +8,8 @@ $$ \nabla_\theta L = \sum_k \nabla_\theta \sum_{i \in B_k} \langle o_i(\theta), 
 so two passes give the exact gradient: outputs without graph, the loss and $g$ once, and then the outputs again, each
 micro-batch with its graph and the backward from its rows of $g$. The second pass draws the random numbers of the first
 (Gao et al., 2021, https://arxiv.org/abs/2101.06983, who name it GradCache). Of one micro-batch the graph is kept while
-the loss is computed, so that of $K$ forwards $K - 1$ run twice.
+the loss is computed, so that of $K$ forwards $K - 1$ run twice; all of them where forwards write buffers or have
+collectives.
 
 Over several ranks the outputs of all are put together between the two passes (``over_ranks``). A rank with a single
 micro-batch keeps its graph until then, and runs its forward once.
@@ -19,19 +20,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bigbatch.batch.logical import LogicalBatch, Piece, Pieces
 from bigbatch.batch.moving import on_device
-from bigbatch.errors import ArgumentError, LossError
+from bigbatch.errors import ArgumentError
 from bigbatch.memory.out_of_memory import is_out_of_memory, release
 from bigbatch.stepping.checks import why_not_called
 from bigbatch.stepping.coupled.batch_of_ranks import layout_of
 from bigbatch.stepping.coupled.between import Between, Numbered, check_same_again, with_gradients, with_numbers
+from bigbatch.stepping.coupled.differentiating import differentiated, plain_terms
+from bigbatch.stepping.coupled.first_pass import Leaves, Outputs, first_pass
 from bigbatch.stepping.coupled.outputs import (
-    can_vary,
     check_leaf,
     detached,
     joined_leaves,
@@ -42,11 +45,9 @@ from bigbatch.stepping.coupled.outputs import (
 )
 from bigbatch.stepping.coupled.over_ranks import alike, check_inside, put_together, share_of
 from bigbatch.stepping.generators import Generators
-from bigbatch.stepping.gradients import graph_of, leaves_of
 from bigbatch.stepping.insisting import insist
-from bigbatch.stepping.losses import Sum, terms_of
-from bigbatch.stepping.placing import say_where
-from bigbatch.stepping.precision import Precision, at_least_float32
+from bigbatch.stepping.losses import Sum
+from bigbatch.stepping.precision import Precision
 from bigbatch.stepping.undo import Undo
 from bigbatch.values import StepOptions
 
@@ -59,8 +60,8 @@ if TYPE_CHECKING:
 class WholeBatchLoss:
     """A loss of the outputs of all samples: the ``loss_fn`` of a loss that is no mean over samples.
 
-    The gradient is that of the one big batch, whatever the cut: the forward of all micro-batches but one runs twice,
-    and the loss once.
+    The gradient is that of the one big batch, whatever the cut: the loss runs once, and the forward twice for all
+    micro-batches, or all but one.
 
     >>> import bigbatch as bb
     >>> model = torch.nn.Linear(4, 3)
@@ -108,7 +109,7 @@ class WholeBatchLoss:
         found = list(named_leaves(outputs))
         for path, leaf in found:
             check_leaf(path, leaf)
-        terms = _terms(self.loss(with_leaves(outputs, [opened(leaf) for _, leaf in found]), batch))
+        terms = plain_terms(self.loss(with_leaves(outputs, [opened(leaf) for _, leaf in found]), batch))
         return {name: Sum(value) for name, value in terms.items()}
 
 
@@ -131,8 +132,17 @@ class TwoPasses:
         self._precision = precision
         self._whole: Any = None
         self._between: Between | None = None
-        self._kept: list[tuple[str, Any]] | None = None  # outputs of the first micro-batch, with their graph
+        self._kept: Leaves | None = None  # outputs of the first micro-batch, with their graph
         self._meeting: tuple[Accumulator, Pieces] | None = None  # with the other ranks, when there are some
+
+    @contextmanager
+    def without_keeping(self) -> Iterator[None]:
+        """Within the block the first micro-batch runs as the others do, forward and all."""
+        before, self.keeps_first = self.keeps_first, False
+        try:
+            yield
+        finally:
+            self.keeps_first = before
 
     @property
     def is_idle(self) -> bool:
@@ -163,13 +173,8 @@ class TwoPasses:
         self.has_kept = False
         try:
             if len(listed) != 1 or not self._may_run_once(of, statistics):
-                self._between = self._first(of, pieces, keeps=self._may_keep(of, listed, statistics))
-                if undo.have_been_written():
-                    self._kept = None  # nobody would write it for this micro-batch
-                undo.restore(random_numbers=False)
-                if statistics:
-                    statistics.restore()
-                    statistics.start()
+                finish = self._over_ranks if self._meeting else self._at_once
+                self._between = finish(self._outputs(of, listed, pieces, undo, statistics), of)
             yield pieces
         finally:
             self._whole = self._between = self._meeting = self._kept = None
@@ -231,56 +236,43 @@ class TwoPasses:
         found = list(named_leaves(outputs))
         for path, leaf in found:
             check_leaf(path, leaf, numbered.num_samples)
-        return found, self._over_ranks(outputs, [[(path, detached(leaf)) for path, leaf in found]], [])
+        assert self._meeting is not None
+        parts = [[(path, detached(leaf)) for path, leaf in found]]
+        return found, self._over_ranks(Outputs(outputs, parts, [], None), self._meeting[0])
 
-    def _first(self, of: Accumulator, pieces: Pieces, *, keeps: bool) -> Between:
-        """All outputs, and the loss of them.
+    def _outputs(
+        self, of: Accumulator, listed: list[Piece], pieces: Pieces, undo: Undo, statistics: MergedStatistics | None
+    ) -> Outputs:
+        """Make the first pass. Buffers are as before it, and as the second pass and the loss find and leave them."""
+        start = Generators(of.device, everywhere=True)
+        found = first_pass(of, self._given, pieces, keeps=self._may_keep(of, listed, statistics))
+        if found.kept is not None and undo.have_moved:
+            # Each forward may see what those before it have written, and they run again in another order.
+            self.keeps_first = False
+            del found
+            undo.restore(random_numbers=False)
+            start.restore()
+            found = first_pass(of, self._given, pieces, keeps=False)
+        undo.restore(random_numbers=False)
+        if statistics:
+            statistics.restore()
+            statistics.start()
+        return found
 
-        Args:
-            keeps: Of the first micro-batch keep the graph. It runs last then, so that no other forward is beside it.
-        """
-        turns, device = list(pieces.pieces), of.device
-        sizes = [piece.num_samples for piece in turns if not piece.idle]
-        outputs: list[Any] = [None] * len(sizes)
-        before: list[Any] = [None] * len(sizes)
-        for piece in on_device([*turns[1:], turns[0]] if keeps else turns, device):
-            if piece.idle:
-                with torch.no_grad():
-                    self._idle_forward(of, piece)
-                continue
-            number = piece.micro_batch.number
-            masks = of.dropout.forward(piece.num_samples, first=sum(sizes[:number]))
-            try:
-                with torch.set_grad_enabled(keeps and number == 0), self._precision.forward(device.type), masks:
-                    # Inside, because that is where masks of samples keep the number of their call.
-                    before[number] = Generators(device, everywhere=True)
-                    outputs[number] = self._given.forward(of.model, piece.micro_batch.micro_batch)
-                for path, leaf in named_leaves(outputs[number]):
-                    check_leaf(path, leaf, piece.num_samples)
-            except Exception as error:
-                say_where(error, sizes[: number + 1], pieces)
-                raise
-            del piece
-        nesting, parts = outputs[0] if outputs else None, [list(named_leaves(one)) for one in outputs]
-        del outputs
-        if keeps:
-            self._kept = parts[0]
-            parts[0] = [(path, detached(leaf)) for path, leaf in self._kept]
-            nesting = with_leaves(nesting, [leaf for _, leaf in parts[0]])
-        if self._meeting is not None:
-            return self._over_ranks(nesting, parts, before)
-        return self._at_once(nesting, parts, before, device)
-
-    def _at_once(self, nesting: Any, parts: list[Any], before: list[Generators], device: torch.device) -> Between:
+    def _at_once(self, outputs: Outputs, of: Accumulator) -> Between:
         """The loss over the outputs of all micro-batches, in one process."""
+        device = of.device
+        nesting, parts, before, self._kept = outputs
+        del outputs  # nobody else may hold the graph
         paths, sizes = [path for path, _ in parts[0]], [[num_rows(leaf) for _, leaf in part] for part in parts]
         with torch.no_grad():
             leaves = list(joined_leaves(parts))
         parts.clear()
         whole = next(iter(on_device([Piece(self._whole, 0, {})], device))).micro_batch
         start, found = Generators(device, everywhere=True), None
+        compute = partial(differentiated, self._given.loss, self._precision, nesting, leaves, whole, device)
         try:
-            found = self._differentiated(nesting, leaves, whole, device)
+            found = compute()
         except Exception as error:
             if self._kept is None or not is_out_of_memory(error):
                 raise
@@ -288,83 +280,36 @@ class TwoPasses:
             self._kept = None
             insist(release)
             start.restore()
-            found = self._differentiated(nesting, leaves, whole, device)
+            found = compute()
             self.keeps_first = False
-        terms, gradients, inside, unit = found
-        return Between(paths, sizes, terms, gradients, inside, unit, before, Generators(device, everywhere=True))
+        return Between(paths, sizes, *found, before, Generators(device, everywhere=True))
 
-    def _idle_forward(self, of: Accumulator, piece: Piece) -> None:
-        """Where all ranks must run as many forwards, because there are collectives in them."""
-        if of.ranks.reducer.must_run_together:
-            with self._precision.forward(of.device.type), of.dropout.forward(piece.num_samples):
-                self._given.forward(of.model, piece.micro_batch.micro_batch)
-
-    def _over_ranks(self, nesting: Any, parts: list[list[tuple[str, Any]]], before: list[Generators]) -> Between:
+    def _over_ranks(self, outputs: Outputs, of: Accumulator) -> Between:
         """The loss over the outputs of all ranks, of which those of this one are given."""
-        assert self._meeting is not None
-        of, pieces = self._meeting
+        nesting, parts, before, self._kept = outputs
+        del outputs  # nobody else may hold the graph
         sizes = [[num_rows(leaf) for _, leaf in part] for part in parts]
         share = share_of(nesting, parts, layout_of(self._whole, of.options)) if parts else None
         parts.clear()  # the rows are in the share, and soon in the whole
         whole = put_together(of.ranks, share, of.device)
+        share = whole.share
         with alike(of.ranks, whole, of.device):
             try:
-                of_all = self._differentiated(whole.share.nesting, whole.leaves, whole.batch, of.device)
+                found = differentiated(
+                    self._given.loss, self._precision, share.nesting, whole.leaves, whole.batch, of.device
+                )
             except Exception as error:
                 self.keeps_first &= not is_out_of_memory(error)  # in the next attempt, which all ranks make together
                 raise
-        terms, gradients, inside, unit = of_all
+        terms, gradients, inside, unit = found
         check_inside([p for p, _ in inside], of.model)
-        if not pieces.part.has_constants:
+        assert self._meeting is not None
+        if not self._meeting[1].part.has_constants:
             terms = {name: torch.zeros_like(term) for name, term in terms.items()}
             inside = [(p, torch.zeros_like(g)) for p, g in inside]
         after = Generators(of.device, everywhere=True)
-        paths = [path for path, _ in whole.share.leaves]
+        paths = [path for path, _ in share.leaves]
         return Between(paths, sizes, terms, whole.own_rows(gradients), inside, unit, before, after)
-
-    def _differentiated(self, nesting: Any, leaves: list[Any], batch: Any, device: torch.device) -> Any:
-        """The loss of the whole batch, its gradients at the leaves and at what is in it, and what these began with."""
-        varying = [leaf for leaf in leaves if can_vary(leaf)]
-        for leaf in varying:
-            leaf.requires_grad_()
-        with torch.enable_grad(), self._precision.forward(device.type):
-            try:
-                returned = self._given.loss(with_leaves(nesting, leaves), batch)
-            except Exception as error:
-                hints = [_LESS_MEMORY] * is_out_of_memory(error) + [_NO_WHOLE] * (batch is None)
-                error.add_note(" ".join(["In the loss over the outputs of the whole batch.", *hints]))
-                raise
-        terms = _terms(returned)
-        reaching = [value for value in terms.values() if value.requires_grad]
-        if not reaching:
-            raise LossError(
-                "The loss of WholeBatchLoss does not depend on outputs or parameters in a way that has a gradient. "
-                "Something in loss runs under torch.no_grad(), or calls .detach(), .item() or argmax."
-            )
-        scaler = self._precision.scaler
-        unit = None if scaler is None else scaler.scale(torch.ones((), device=device))
-        known = {id(leaf) for leaf in varying}
-        inside = [leaf for leaf in _leaves_reached(reaching) if id(leaf) not in known]
-        found = torch.autograd.grad(
-            reaching,
-            [*varying, *inside],
-            [torch.ones_like(value) if unit is None else unit.to(value) for value in reaching],
-            allow_unused=True,
-        )
-        by_leaf = {id(leaf): gradient for leaf, gradient in zip(varying, found, strict=False)}
-        gradients = [by_leaf.get(id(leaf)) for leaf in leaves]
-        pairs = [(p, g) for p, g in zip(inside, found[len(varying) :], strict=True) if g is not None]
-        return {name: value.detach() for name, value in terms.items()}, gradients, pairs, unit
-
-
-_LESS_MEMORY = (
-    "Smaller micro-batches do not make it need less memory; computing it in chunks of rows does, as bb.info_nce, "
-    "bb.siglip and bb.sup_con do."
-)
-_NO_WHOLE = (
-    "It was given None as the batch: a LogicalBatch has one only as LogicalBatch(micro_batches, whole=...), and on "
-    "several ranks its samples must be found in it. Give whole= or batch_dims=, or let forward return what loss needs."
-)
 
 
 def whole_of(batch: Any, pieces: Sequence[Piece], options: StepOptions) -> Any:
@@ -376,22 +321,3 @@ def whole_of(batch: Any, pieces: Sequence[Piece], options: StepOptions) -> Any:
     if not pieces:
         return None  # a rank without samples
     return pieces[0].micro_batch if len(pieces) == 1 else options.collate(list(batch))
-
-
-def _terms(returned: Any) -> dict[str, torch.Tensor]:
-    """The terms of the loss of the whole batch, which are plain numbers."""
-    found = terms_of(returned)
-    for term in found:
-        if term.kind != "mean":
-            raise LossError(
-                f"The loss of WholeBatchLoss returned a bb.{term.kind.capitalize()} for the term {term.name!r}. It has "
-                f"the whole batch, so there is nothing to put together: return a 0-d tensor."
-            )
-    # Those of 16 bits are widened here, because the loss scale may be more than they hold.
-    return {term.name: term.value.to(at_least_float32(term.value.dtype)) for term in found}
-
-
-def _leaves_reached(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves of the graph of these, such as a temperature."""
-    found = [*(value for value in values if value.is_leaf), *leaves_of(graph_of(values))]
-    return list({id(leaf): leaf for leaf in found}.values())

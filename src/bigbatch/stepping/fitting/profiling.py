@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ def profile_of(
     small, large = _SIZES
     plain = Plan(micro_batch_size=large)
     # The optimizers make their state in the first step, so what is resident is read from the second one.
-    with _no_graph_is_kept(shadow):
+    with shadow.two_passes.without_keeping() if shadow.two_passes else nullcontext():
         up = shadow.run((small, large), plain, closely=True, price=price)
         down = shadow.run((large, small), plain, closely=True, price=price)
     first_small, later_large = micro_batches(up.events, up.sizes)
@@ -102,20 +102,6 @@ def _resident(shadow: Shadow, record: Record, first: MicroBatch, later: MicroBat
     }
 
 
-@contextmanager
-def _no_graph_is_kept(shadow: Shadow) -> Iterator[None]:
-    """Within the block, a loss of the whole batch lets the first micro-batch run as the others do, forward and all."""
-    two_passes = shadow.two_passes
-    if two_passes is None:
-        yield
-        return
-    before, two_passes.keeps_first = two_passes.keeps_first, False
-    try:
-        yield
-    finally:
-        two_passes.keeps_first = before
-
-
 def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[str, Any]:
     """What a loss of the whole batch costs by its samples: its outputs in the second pass, and its own peak.
 
@@ -123,8 +109,9 @@ def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[st
         record: Of a step that was traced closely.
         other_bytes: With the outputs of that step among them.
     """
+    assert shadow.two_passes is not None
     small, plain = _SIZES[0], Plan(micro_batch_size=_SIZES[1])
-    with _no_graph_is_kept(shadow):
+    with shadow.two_passes.without_keeping():
         records = [record, *(shadow.run((small, many - small), plain, closely=True) for many in _MANY)]
     shadow.run((small, small), plain)
     starts = [next(event for event in record.events if event.marks("micro-batch")) for record in records]
@@ -136,7 +123,7 @@ def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[st
     return {
         "other_bytes": int(other_bytes - outputs * num_samples[0]),
         "outputs": Line(0.0, outputs),
-        "keeps_first": shadow.two_passes is not None and shadow.two_passes.has_kept,
+        "keeps_first": shadow.two_passes.has_kept,
         "loss_bytes": tuple((size, max(0.0, peak - fixed)) for size, peak in zip(num_samples, peaks, strict=True)),
     }
 
@@ -223,8 +210,9 @@ def _may_recompute(shadow: Shadow, blocks: Mapping[str, tuple[str, ...]]) -> set
     """Those of the blocks, and of the modules in each of them, that can be recomputed."""
     model = shadow.step.model
     can = {name for name in (*blocks, *chain(*blocks.values())) if _can_be_put_on(model, name)}
-    # One that changes a buffer of its own is found only when it runs; without buffers there is none to change.
-    doubtful = [name for name in can if name in blocks and next(model.get_submodule(name).buffers(), None) is not None]
+    # One whose input is changed in place (ReLU(inplace=True)), or that changes a buffer of its own, is found only when
+    # it runs.
+    doubtful = [name for name in blocks if name in can]
     failing = set(doubtful) - _that_run(shadow, doubtful)
     inside = [child for name in failing for child in blocks[name] if child in can]
     return can - failing - (set(inside) - _that_run(shadow, inside))

@@ -121,7 +121,9 @@ class Shadow:
         with cannot_be_traced():
             self.step = _fake_step(step, self.mode)
         if self.two_passes is not None:
-            self.two_passes.keeps_first = not is_sharded
+            of_original = step.accumulator.two_passes
+            has_collectives = is_sharded or step.accumulator.ranks.reducer.must_run_together
+            self.two_passes.keeps_first = of_original is not None and of_original.keeps_first and not has_collectives
         with self.mode:
             self._held = torch.empty(buckets.held_bytes, dtype=torch.uint8)
         if device == "cuda":

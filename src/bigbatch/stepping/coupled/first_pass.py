@@ -1,0 +1,83 @@
+"""The first pass of a loss of the whole batch: the outputs of all micro-batches, without graphs but one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from bigbatch.batch.logical import Piece, Pieces
+from bigbatch.batch.moving import on_device
+from bigbatch.stepping.coupled.outputs import check_leaf, detached, named_leaves, with_leaves
+from bigbatch.stepping.generators import Generators
+from bigbatch.stepping.placing import say_where
+
+if TYPE_CHECKING:
+    from bigbatch.stepping.coupled.whole_batch import WholeBatchLoss
+    from bigbatch.stepping.micro_batch_loop import Accumulator
+
+Leaves = list[tuple[str, Any]]
+"""Of the outputs of a micro-batch, with their paths."""
+
+
+class Outputs(NamedTuple):
+    """What the first pass leaves.
+
+    Attributes:
+        nesting: How the outputs are nested; None on a rank without samples.
+        parts: By micro-batch, its leaves, without graph.
+        before: By micro-batch, random numbers before its forward.
+        kept: The leaves of the first micro-batch with their graph, if that was to be kept.
+    """
+
+    nesting: Any
+    parts: list[Leaves]
+    before: list[Generators]
+    kept: Leaves | None
+
+
+def first_pass(of: Accumulator, given: WholeBatchLoss, pieces: Pieces, *, keeps: bool) -> Outputs:
+    """Run the forward of each micro-batch.
+
+    Args:
+        of: Whose step it is.
+        given: The loss.
+        pieces: The micro-batches; they know their numbers.
+        keeps: Keep the graph of the first one. It comes last then, so that no other forward is beside its graph.
+
+    Raises:
+        LossError: An output is neither per sample nor a declared sum.
+    """
+    turns = list(pieces.pieces)
+    sizes = [piece.num_samples for piece in turns if not piece.idle]
+    outputs: list[Any] = [None] * len(sizes)
+    before: list[Any] = [None] * len(sizes)
+    for piece in on_device([*turns[1:], turns[0]] if keeps else turns, of.device):
+        if piece.idle:
+            _run_idle(of, given, piece)
+            continue
+        number = piece.micro_batch.number
+        masks = of.dropout.forward(piece.num_samples, first=sum(sizes[:number]))
+        try:
+            with torch.set_grad_enabled(keeps and number == 0), of.precision.forward(of.device.type), masks:
+                # Inside, because that is where masks of samples keep the number of their call.
+                before[number] = Generators(of.device, everywhere=True)
+                outputs[number] = given.forward(of.model, piece.micro_batch.micro_batch)
+            for path, leaf in named_leaves(outputs[number]):
+                check_leaf(path, leaf, piece.num_samples)
+        except Exception as error:
+            say_where(error, sizes[: number + 1], pieces)
+            raise
+        del piece
+    nesting, parts = outputs[0] if outputs else None, [list(named_leaves(one)) for one in outputs]
+    if not keeps:
+        return Outputs(nesting, parts, before, None)
+    kept, parts[0] = parts[0], [(path, detached(leaf)) for path, leaf in parts[0]]
+    return Outputs(with_leaves(nesting, [leaf for _, leaf in parts[0]]), parts, before, kept)
+
+
+def _run_idle(of: Accumulator, given: WholeBatchLoss, piece: Piece) -> None:
+    """Where all ranks must run as many forwards, because there are collectives in them."""
+    if of.ranks.reducer.must_run_together:
+        with torch.no_grad(), of.precision.forward(of.device.type), of.dropout.forward(piece.num_samples):
+            given.forward(of.model, piece.micro_batch.micro_batch)
