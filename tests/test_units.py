@@ -104,6 +104,7 @@ def test_bytes_are_written_in_the_largest_unit_that_they_fill(num_bytes, text):
 def test_what_is_written_can_be_read_again(num_bytes):
     """Two digits after the point: within half of the last one of what it was."""
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.005)
+    assert num_bytes <= parse_bytes(format_bytes(num_bytes, at_least=True)) <= 1.01 * num_bytes
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from bigbatch.errors import OptionError
@@ -45,16 +46,22 @@ def _parse(amount: object) -> int | None:
     return round(float(match[1]) * unit) if match and unit else None
 
 
-def format_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float, *, at_least: bool = False) -> str:
     """An amount of memory for a person, in powers of 1024.
 
     >>> format_bytes(8 * 2**30), format_bytes(1536), format_bytes(12)
     ('8.00 GiB', '1.50 KiB', '12 B')
+    >>> format_bytes(1537), format_bytes(1537, at_least=True)
+    ('1.50 KiB', '1.51 KiB')
+
+    Args:
+        at_least: Round up: who takes the text as a budget has enough.
     """
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(num_bytes) >= _BYTES[unit]:
-            return f"{num_bytes / _BYTES[unit]:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
+            hundredths = 100 * num_bytes / _BYTES[unit]
+            return f"{(math.ceil(hundredths) if at_least else hundredths) / 100:.2f} {unit}"
+    return f"{math.ceil(num_bytes) if at_least else num_bytes:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:

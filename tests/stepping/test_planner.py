@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import bigbatch as bb
 from bigbatch.errors import BigBatchWarning
 from bigbatch.stepping.fitting.planner import Planner
+from tests.reference import RecordingSGD, assert_same_gradients, big_batch_gradients
 from tests.stepping.plannable import WORLDS, World, adamw, adapters, cnn, cross_entropy, features, images, mlp, sgd
 
 # Nothing moves
@@ -191,6 +193,71 @@ def test_the_smallest_budget_is_enough_and_a_byte_less_is_not():
         planner.plan(planner.traced, 10, smallest - 1)
     assert again.value.smallest_bytes == smallest
     assert again.value.budget_bytes == smallest - 1
+
+
+class Residual(nn.Module):
+    """As in torchvision: what it adds to is changed in place, and so is the sum."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norm, self.relu = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(self.relu(self.norm(self.one(x))))
+        y += x
+        return self.relu(y)
+
+
+def test_a_module_that_changes_its_input_is_never_recomputed():
+    """ReLU(inplace=True) as a block of its own. Its input would not be there to run it again."""
+    torch.manual_seed(0)
+    stem = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    end = [nn.Conv2d(8, 8, 1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)]
+    model = nn.Sequential(*stem, *(Residual(8) for _ in range(3)), *end)
+    loss_fn, batch = cross_entropy_of_images, (torch.randn(24, 3, 16, 16), torch.randint(10, (24,)))
+    profile = bb.profile(model, loss_fn, batch, optimizer=sgd(model), calibrate=False)
+
+    assert "2" not in profile.recomputable
+    assert "7" not in profile.recomputable
+    assert "4" in profile.recomputable
+    for budget in ("400KiB", "1MiB"):
+        mine = copy.deepcopy(model)
+        step = bb.Step(mine, loss_fn, RecordingSGD(mine), memory_budget=budget, batch_norm="frozen")
+        reference = copy.deepcopy(model)
+        for module in reference.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        step(batch)
+        assert step.plan is not None
+        assert step.plan.micro_batch_size < 24
+        assert_same_gradients(
+            step.optimizers[0].seen[-1], big_batch_gradients(reference, loss_fn, batch), tolerance=1e-5
+        )
+    # Control: by name it is torch's error.
+    with bb.apply(bb.Plan(micro_batch_size=8, recompute=("2",)), model), pytest.raises(RuntimeError, match="inplace"):
+        bb.accumulate(model, loss_fn, batch, micro_batch_size=8)
+
+
+def cross_entropy_of_images(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_the_budget_that_an_error_names_is_enough():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10))
+    batch = torch.randn(64, 64), torch.randint(10, (64,))
+
+    def plan(budget: str) -> bb.Plan:
+        return bb.plan(
+            model, cross_entropy_of_images, batch, optimizer=adamw()(model), memory_budget=budget, calibrate=False
+        )
+
+    with pytest.raises(bb.BudgetError, match="No plan fits") as caught:
+        plan("10KiB")
+    named = re.search(r" need ([\d.]+ \w+)", str(caught.value))
+    assert named is not None
+    assert plan(named[1]).micro_batch_size >= 1
 
 
 def test_a_module_that_changes_its_buffers_is_never_recomputed():

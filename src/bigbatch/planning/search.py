@@ -171,9 +171,11 @@ def nothing_fits(leanest: Plan, smallest_bytes: int, budget_bytes: int, margin: 
     count = leanest.num_recomputed
     modules = f" with {count} module{'s' if count > 1 else ''} recomputed" if count else ""
     free = f", of which {margin:.0%} is kept free" if margin else ""
+    # Rounded up, so that who gives the budget that is named has enough.
+    needed, more = (format_bytes(b, at_least=True) for b in (smallest_bytes, smallest_bytes - budget_bytes))
     return BudgetError(
         f"No plan fits in {format_bytes(budget_bytes)}: even micro-batches of {leanest.micro_batch_size}{modules} need "
-        f"{format_bytes(smallest_bytes)}{free}. Raise the budget by {format_bytes(smallest_bytes - budget_bytes)}.",
+        f"{needed}{free}. Raise the budget by {more}.",
         smallest_bytes,
         budget_bytes,
     )
