@@ -105,7 +105,7 @@ class SavedOnHost:
         self._known: dict[int, _Known] = {}
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Within the block, in this thread."""
+        """Within the block."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: torch.Tensor) -> _Kept | _Part:

@@ -161,7 +161,7 @@ class PerSampleDropout(NativeDropout):
 
     @contextlib.contextmanager
     def forward(self, num_samples: int, first: int | None = None, *, idle: bool = False) -> Iterator[None]:
-        """The forward of a micro-batch, inside ``running``; in the thread that runs it.
+        """The forward of a micro-batch, inside ``running``.
 
         Args:
             num_samples: In it.
@@ -305,7 +305,7 @@ class _Masks:
 
 
 class _Answers(TorchDispatchMode):
-    """Answers the operations that draw masks, in one thread."""
+    """Answers the operations that draw masks, of one forward or backward."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
