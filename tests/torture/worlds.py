@@ -176,6 +176,7 @@ NETS = {
     "lora": Net(low_rank, two_losses, inputs(6)),
     "lstm": Net(Recurrent, class_loss, inputs(5, 3), ema=True),
     "contrastive": Net(ConvNet, bb.WholeBatchLoss(two_views, contrast), inputs(1, 8, 8)),
+    "pairs": Net(mlp, bb.WholeBatchLoss(two_views, contrast), inputs(6)),
     "scaled": Net(mlp, class_loss, inputs(6), scaled=True),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
