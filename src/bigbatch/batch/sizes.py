@@ -47,6 +47,15 @@ def smallest_without_single(num_samples: int) -> int:
     return next((size for size in sizes if min(micro_batch_sizes(num_samples, size, 2), default=2) >= 2), 2)
 
 
+def sizes_without_rest_of_one(num_samples: int) -> Iterator[int]:
+    """Micro-batch sizes that cut full ones and a rest, none of one sample, ascending.
+
+    >>> list(sizes_without_rest_of_one(7)), list(sizes_without_rest_of_one(3))
+    ([4, 5], [])
+    """
+    return (size for size in range(2, num_samples) if num_samples % size != 1)
+
+
 def spans(sizes: list[int]) -> Iterator[tuple[int, int]]:
     """Start and length of each micro-batch."""
     start = 0

@@ -39,6 +39,7 @@ from bigbatch.stepping.insisting import insist
 from bigbatch.stepping.keeping import Keeping
 from bigbatch.stepping.losses import Term, terms_of
 from bigbatch.stepping.normalization import batchnorm
+from bigbatch.stepping.normalization.functional import FunctionalBatchNorm
 from bigbatch.stepping.normalization.pooled_batchnorm import PooledBatchNorm
 from bigbatch.stepping.normalization.side_by_side import run_side_by_side
 from bigbatch.stepping.placing import say_where
@@ -73,6 +74,7 @@ class Accumulator:
         step_number: That masks depend on, with the option for them.
         listening: Makes what listens to the backwards of a step, from its list of sizes.
         plan: That the micro-batch size comes from, for samples with lengths.
+        functional: Whether BatchNorm was seen that is no layer.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Accumulator:
         self.dropout.look_at(self.model)
         self.ranks = Ranks(Reducer(modules, self.options.reduce, pools=self.options.batch_norm == "exact"))
         self._batch_norms = batchnorm.layers_of(self.model)
+        self.functional = FunctionalBatchNorm(self.model)
         statistics = batchnorm.MergedStatistics(self.model)
         self._statistics = statistics if self.options.batch_norm == "merge" and statistics.buffers() else None
         self._pooled = PooledBatchNorm(self.model) if self.options.batch_norm == "exact" else None
@@ -274,6 +277,7 @@ class Accumulator:
         frozen = batchnorm.frozen(self.model) if self.options.batch_norm == "frozen" else nullcontext()
         pooled = self._pooled if self.ranks.meetings or (self.pools_statistics and pieces.count != 1) else None
         with frozen, self._prepared(batch, pieces) as pieces:
+            self.functional.begin(layers_show=self.sees_batch_statistics or (self.pools_statistics and pooled is None))
             if pooled is None:
                 reached = self._one_by_one(pieces, done, watch)
             else:
@@ -328,6 +332,8 @@ class Accumulator:
             self.on_micro_batch(len(done.sizes), pieces.count)
 
     def _backward(self, shares: list[Share], done: Accumulation) -> None:
+        if self.functional.is_due and done.sizes:  # else they are of another rank
+            self.functional.look(shares)
         with self.dropout.backward():
             done.gradients.backward(shares, self.precision.scale)
 
@@ -360,7 +366,7 @@ class Accumulator:
 
     def _finish(self, pieces: Pieces, done: Accumulation) -> None:
         several = (pieces.part.num_micro_batches or len(done.sizes)) > 1
-        if several and self.sees_batch_statistics:
+        if several and (self.sees_batch_statistics or self.functional.is_used):
             done.exactness = "approximate"
         elif several and self._generators.were_used():
             done.exactness = "same in distribution"

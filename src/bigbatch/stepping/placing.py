@@ -7,12 +7,17 @@ from bigbatch.batch.sizes import smallest_without_single
 from bigbatch.errors import BatchError
 
 
+def is_of_a_single_value(error: BaseException | None) -> bool:
+    """Whether BatchNorm refused one value per channel."""
+    return isinstance(error, ValueError) and "Expected more than 1 value per channel" in str(error)
+
+
 def say_where(error: Exception, sizes: list[int], pieces: Pieces) -> None:
     """Add the micro-batch that an error came from to it."""
     first, size = (sum(sizes[:-1]), sizes[-1]) if sizes else (0, 0)
     place = f"micro-batch {len(sizes)}{f' of {pieces.count}' if pieces.count else ''}"
     place += f", samples {first} to {first + size - 1}" if size else ""
-    if isinstance(error, ValueError) and "Expected more than 1 value per channel" in str(error):
+    if is_of_a_single_value(error):
         several = pieces.num_samples > 1
         needed = f"micro_batch_size of at least {smallest_without_single(pieces.num_samples)}"
         raise BatchError(

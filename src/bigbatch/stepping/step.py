@@ -300,7 +300,8 @@ class Step:
             )
 
     def _say_once(self, result: StepResult) -> None:
-        why = why_not_exact(result.exactness, is_of_whole_batch=self.accumulator.two_passes is not None)
+        coupled, in_function = self.accumulator.two_passes is not None, self.accumulator.functional.is_used
+        why = why_not_exact(result.exactness, is_of_whole_batch=coupled, in_function=in_function)
         if why and result.exactness not in self._said:
             self._said.add(result.exactness)
             _log.warning("The step is %s: %s", result.exactness, why)

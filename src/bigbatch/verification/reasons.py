@@ -17,6 +17,7 @@ from bigbatch.units import format_names
 from bigbatch.verification.adding_up import Parts, candidates, parts_of
 from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, relative_differences
 from bigbatch.verification.copying import inside
+from bigbatch.verification.functional import BatchNormCalls
 from bigbatch.verification.runs import Found, Runs
 
 _MOST_ENTRIES = 50_000_000
@@ -72,6 +73,31 @@ def batch_norms(runs: Runs, comparison: Comparison) -> list[str]:
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in found.values()):
         text += " SyncBatchNorm joins ranks, not micro-batches."
     return [text]
+
+
+def batch_norm_functions(runs: Runs, batch_norm: str | None) -> list[str]:
+    """A finding about forwards that normalise by the micro-batch in a function, if there are any.
+
+    Args:
+        runs: Of which some cut was not equal.
+        batch_norm: The policy to run with.
+    """
+    with BatchNormCalls(inside(runs.model)) as calls:
+        runs.forward(batch_norm=batch_norm)
+    if not calls.callers:
+        return []
+    return [
+        f"F.batch_norm in {' and in '.join(_forward_of(*caller) for caller in calls.callers.items())} sees the "
+        f"statistics of each micro-batch, and not of the whole batch; batch_norm= has no effect on it, since it is no "
+        f'layer. Write nn.BatchNorm layers and give batch_norm="exact", take another normalisation, such as '
+        f"GroupNorm, or {_at_once(runs)}."
+    ]
+
+
+def _forward_of(name: str | None, module: nn.Module | None) -> str:
+    if name is None:
+        return "the loss"
+    return f"the forward of {f'{name!r}, a ' if name else ''}{type(module).__name__}{',' if name else ''}"
 
 
 def can_be_frozen(runs: Runs) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.batch.sizes import smallest_without_single
+from bigbatch.batch.sizes import sizes_without_rest_of_one, smallest_without_single
 from bigbatch.errors import ArgumentError, BatchError, BigBatchError, OptionError
 from bigbatch.stepping.checks import check_loss_fn, check_model, num_ranks
 from bigbatch.stepping.generators import Generators
 from bigbatch.stepping.normalization import batchnorm
+from bigbatch.stepping.placing import is_of_a_single_value
 from bigbatch.values import StepOptions, check_positive
 from bigbatch.verification import reasons
 from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, DType, cosine, relative_differences
@@ -52,8 +53,8 @@ def verify(
         model: As it is trained: its layers are run in the mode that they are in.
         loss_fn: As for ``accumulate``.
         batch: The whole batch, with two samples or more; a small one will do.
-        micro_batch_size: Of the cut. None: an uneven cut in two, and micro-batches of one sample (of two where
-            BatchNorm needs them).
+        micro_batch_size: Of the cut. None: an uneven cut in two, and micro-batches of one sample (of two or
+            more where BatchNorm needs them).
         dtype: ``"float64"``, or ``"float32"`` for code that cannot run in float64, where less can be told.
         step_options: Those of ``StepOptions``; what a step does after the gradient has no effect.
 
@@ -76,7 +77,13 @@ def verify(
         runs = _private(model, loss_fn, batch, options, getattr(torch, dtype))
         whole = _whole(runs, dtype)
         sizes = _sizes(runs, micro_batch_size)
-        found = _compared(runs, whole, sizes, dtype, options)
+        try:
+            found = _compared(runs, whole, sizes, dtype, options)
+        except BatchError as error:  # F.batch_norm in a forward has refused micro-batches of one
+            if micro_batch_size is not None or not is_of_a_single_value(error.__cause__):
+                raise
+            sizes = _without_single(runs, sizes)
+            found = _compared(runs, whole, sizes, dtype, options)
         if options.dropout == "per-sample":
             with_masks = _private(model, loss_fn, batch, options, getattr(torch, dtype), with_masks=True)
             return _with_masks(found, with_masks, sizes, dtype)
@@ -125,12 +132,22 @@ def _sizes(runs: Runs, micro_batch_size: int | None) -> list[int]:
         return [micro_batch_size]
     smallest = smallest_without_single(num_samples) if _sees_statistics(runs) else 1
     sizes = [size for size in dict.fromkeys([max(num_samples // 2 + 1, smallest), smallest]) if size < num_samples]
+    return _checked(sizes, num_samples)
+
+
+def _checked(sizes: list[int], num_samples: int) -> list[int]:
     if not sizes:
         raise BatchError(
             f"The batch has {num_samples} samples, which cannot be cut into micro-batches of 2 or more, as BatchNorm "
             f"needs them; give at least 4."
         )
     return sizes
+
+
+def _without_single(runs: Runs, sizes: Sequence[int]) -> list[int]:
+    """The cuts nearest to those of these sizes that have no micro-batch of one sample."""
+    several = list(sizes_without_rest_of_one(runs.num_samples))
+    return _checked([size for size in dict.fromkeys([sizes[0], *several[:1]]) if size in several], runs.num_samples)
 
 
 def _sees_statistics(runs: Runs) -> bool:
@@ -212,6 +229,9 @@ def _findings(runs: Runs, found: Comparison, unequal: Sequence[int]) -> list[str
         unequal = [size for size, cut in cuts.items() if not _distance([cut], whole, found.dtype).equal]  # pyright: ignore
         if not unequal:
             return layers
+    functions = reasons.batch_norm_functions(runs, policy)
+    if functions:  # what is wrong beside them does not show, for they cannot be frozen
+        return [*layers, *functions]
     return [*layers, *reasons.terms_that_do_not_add_up(runs, unequal, found, policy)]
 
 
