@@ -188,7 +188,8 @@ class StepResult(Json):
         noise_scale: Gradient noise scale in samples, averaged over the steps so far, shape ``()``; infinite where the
             gradient is lost in noise. None unless asked for, and before there was a step of two micro-batches.
         exactness: How far "equals the big batch" holds: "exact"; "same in distribution" when random numbers were
-            drawn (dropout); "approximate" when layers saw the statistics of a micro-batch (BatchNorm).
+            drawn (dropout); "approximate" when layers, or ``F.batch_norm`` in a forward, saw the
+            statistics of a micro-batch.
         padding: Share of the padded tokens that stand for nothing: of the samples in their order, cut under the same
             bound, and of the micro-batches that were made; of several ranks, on this one. None when samples were not
             grouped by length.
