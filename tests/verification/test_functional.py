@@ -131,3 +131,18 @@ def test_what_does_not_couple_is_not_named():
         found = bb.verify(model, lambda m, b: loss_fn(m, b) * len(b[0]), batch())
         assert len(found.findings) == 1
         assert "bb.Sum(loss)" in found.findings[0]
+
+
+def test_what_has_no_graph_for_a_step_to_look_at_is_found():
+    """The data itself is normalised, and no gradient goes there: a step does not see it, and calls itself exact."""
+
+    class OfData(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model_with(nn.Identity())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(F.batch_norm(x, None, None, training=True))
+
+    assert bb.accumulate(OfData(), loss_fn, batch(), micro_batch_size=3).exactness == "exact"
+    assert "the forward of OfData sees" in bb.verify(OfData(), loss_fn, batch()).findings[0]
