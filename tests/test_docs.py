@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,17 @@ def test_snippet_runs(page: Path, source: str, line: int, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     code = compile("\n" * line + source, str(page), "exec")
     exec(code, {"__name__": "__main__"})
+
+
+def test_the_first_example_of_the_readme_cuts_and_is_exact() -> None:
+    """It would show nothing with a budget that the whole batch fits in."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(_BLOCK.findall((ROOT / "README.md").read_text())[0], names)
+
+    sizes = names["result"].micro_batch_sizes
+    assert len(sizes) > 1
+    assert sum(sizes) == 512
+    assert names["result"].exactness == "exact"
 
 
 def test_a_snippet_that_fails_is_noticed() -> None:
