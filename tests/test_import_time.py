@@ -13,6 +13,7 @@ IMPORT = "import bigbatch"
 HELP = "from bigbatch.cli.main import main; assert main(['--help']) == 0"
 TRAIN_HELP = HELP.replace("'--help'", "'train', '--help'")
 VERIFY_HELP = HELP.replace("'--help'", "'verify', '--help'")
+PLAN_HELP = HELP.replace("'--help'", "'plan', '--help'")
 TORCH = "import torch"
 
 
@@ -37,7 +38,9 @@ def fastest_seconds(code: str, num_runs: int = 5) -> float:
 
 
 @pytest.mark.parametrize(
-    "code", [IMPORT, HELP, TRAIN_HELP, VERIFY_HELP], ids=["import", "--help", "train --help", "verify --help"]
+    "code",
+    [IMPORT, HELP, TRAIN_HELP, VERIFY_HELP, PLAN_HELP],
+    ids=["import", "--help", "train --help", "verify --help", "plan --help"],
 )
 def test_torch_is_not_loaded(code):
     loaded = run(code + "\nimport sys; print(); print(*sys.modules)").splitlines()[-1].split()

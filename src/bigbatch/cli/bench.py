@@ -7,12 +7,8 @@ from typing import Annotated
 
 import typer
 
-from bigbatch.cli.train import Device, Norm, Precision, Seed, Threads
+from bigbatch.cli.train import Device, Norm, Precision, Seed, TaskName, Threads
 
-TaskName = Annotated[
-    str,
-    typer.Argument(metavar="TASK", help="contrastive, digits, resnet50, text, or file.py:name of a task of your own."),
-]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in a big batch; without it, the task's.")]
 MemoryBudget = Annotated[
     str | None,

@@ -7,14 +7,9 @@ from typing import Annotated
 
 import typer
 
-PlanName = Annotated[
-    str,
-    typer.Argument(
-        metavar="TASK",
-        help="digits, text, contrastive, file.py:name of a task of your own, or a shape: gpt2, llama-8b, llama-70b, "
-        "resnet50, unet, vit-l.",
-    ),
-]
+from bigbatch.tasks.names import PLAN_HELP
+
+PlanName = Annotated[str, typer.Argument(metavar="TASK", help=PLAN_HELP)]
 MemoryBudget = Annotated[str, typer.Option(help='Such as "8GiB".')]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in one optimizer step; without it, the task's.")]
 MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Hold it at this; without it, it is chosen.")]

@@ -29,8 +29,9 @@ from bigbatch.reporting.timeline import draw_timeline
 from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.stepping.fitting.sharded_plans import costs_of
 from bigbatch.stepping.step import Step
-from bigbatch.tasks.finding import BUILT_IN, find_task
-from bigbatch.tasks.shapes import SHAPES, find_shape
+from bigbatch.tasks.finding import find_task
+from bigbatch.tasks.names import BUILT_IN, SHAPE_NAMES, SHAPES_TO_PLAN, TASKS_TO_PLAN
+from bigbatch.tasks.shapes import find_shape
 from bigbatch.training.building import build
 from bigbatch.training.data import first_batch
 from bigbatch.training.task import Task
@@ -63,7 +64,7 @@ class Wanted:
     @property
     def is_shape(self) -> bool:
         """Whether it is a built-in shape, and no task."""
-        return self.name in SHAPES
+        return self.name in SHAPE_NAMES
 
     def found_card(self) -> Card | None:
         """What times are estimated for; None: the default of the device.
@@ -213,7 +214,7 @@ def _shape(wanted: Wanted) -> _Model:
 
 def _task(wanted: Wanted, device: str) -> _Model:
     if wanted.size is not None:
-        raise OptionError(f"--size is for shapes ({', '.join(SHAPES)}); the samples of {wanted.name} are its own.")
+        raise OptionError(f"--size is for shapes ({SHAPES_TO_PLAN}); the samples of {wanted.name} are its own.")
     task = _found_task(wanted)
     here = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
     on = wanted.found_model_device(here)
@@ -229,8 +230,8 @@ def _task(wanted: Wanted, device: str) -> _Model:
 def _found_task(wanted: Wanted) -> Task:
     if ":" not in wanted.name and wanted.name not in BUILT_IN:
         raise TaskError(
-            f"There is no task or shape {wanted.name!r}. The tasks are {', '.join(BUILT_IN)}, the shapes "
-            f"{', '.join(SHAPES)}; a task of your own is written as file.py:name."
+            f"There is no task or shape {wanted.name!r}. The tasks are {TASKS_TO_PLAN}, the shapes "
+            f"{SHAPES_TO_PLAN}; a task of your own is written as file.py:name."
         )
     return find_task(wanted.name)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from bigbatch.tasks.names import TASK_HELP
 from bigbatch.training.rank import Rank
 
 
@@ -35,9 +36,7 @@ class ParallelName(StrEnum):
     FSDP2 = "fsdp2"
 
 
-TaskName = Annotated[
-    str, typer.Argument(metavar="TASK", help="digits, text, contrastive, or file.py:name of a task of your own.")
-]
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK_HELP)]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples in one optimizer step.")]
 MemoryBudget = Annotated[str | None, typer.Option(help='Such as "64MiB". The fastest plan that fits is run.')]
 MicroBatchSize = Annotated[

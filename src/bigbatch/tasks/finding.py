@@ -14,15 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from bigbatch.errors import BigBatchError, TaskError
+from bigbatch.tasks.names import BUILT_IN, TASKS
 from bigbatch.training.task import Task
-
-BUILT_IN = {
-    "contrastive": "bigbatch.tasks.contrastive",
-    "digits": "bigbatch.tasks.digits",
-    "resnet50": "bigbatch.tasks.resnet50",
-    "text": "bigbatch.tasks.text",
-}
-"""Module of each built-in task; the function in it is called as the task."""
 
 
 def find_task(name: str, **variant: Any) -> Task:
@@ -74,8 +67,7 @@ def _found(name: str) -> tuple[Any, str]:
     path, colon, attribute = name.rpartition(":")
     if not colon or not path.endswith(".py") or not attribute:
         raise TaskError(
-            f"There is no task {name!r}. The built-in ones are {', '.join(BUILT_IN)}; one of your own is written as "
-            f"file.py:name."
+            f"There is no task {name!r}. The built-in ones are {TASKS}; one of your own is written as file.py:name."
         )
     module = _run_file(Path(path), Path(path).resolve())
     if not hasattr(module, attribute):
