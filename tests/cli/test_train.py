@@ -22,10 +22,10 @@ def fast():
     return tiny_task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e6))
 
 def wide(norm="batch"):
-    layer = torch.nn.BatchNorm1d(300) if norm == "batch" else torch.nn.GroupNorm(4, 300)
-    return tiny_task(
-        name="wide", model=lambda: torch.nn.Sequential(torch.nn.Linear(2, 300), layer, torch.nn.Linear(300, 3))
-    )
+    def model():  # each time with a layer of its own
+        layer = torch.nn.BatchNorm1d(300) if norm == "batch" else torch.nn.GroupNorm(4, 300)
+        return torch.nn.Sequential(torch.nn.Linear(2, 300), layer, torch.nn.Linear(300, 3))
+    return tiny_task(name="wide", model=model)
 
 def falsely_weighed():
     def over_some(model, batch):
@@ -149,10 +149,18 @@ def test_an_exact_run_is_compared_step_by_step(train):
 def test_a_run_with_batch_norm_is_compared_as_approximate(train):
     code, out, _ = train("wide", "--micro-batch-size", "8", "--compare")
 
-    assert "wide with GroupNorm, float64, 10 optimizer steps" in out
+    assert re.search(r"wide with GroupNorm, float64, 10 optimizer steps in micro-batches of 8: .*1e-10: ok", out)
     assert "this run is approximate: its first gradient differs by" in out
     assert re.search(r"accuracy: [\d.]+ % here, [\d.]+ % directly, [\d.]+ points apart \(approximate\)", out)
     assert code == int("OUTSIDE" in out)
+
+
+@pytest.mark.parametrize(("name", "shown"), [("task", "tiny"), ("wide", "wide with GroupNorm")])
+def test_a_run_that_cuts_nothing_is_compared_in_another_cut(train, name, shown):
+    code, out, _ = train(name, "--batch-size", "16", "--micro-batch-size", "16", "--compare")
+
+    assert code == 0
+    assert re.search(rf"  {shown}, float64, 10 optimizer steps in micro-batches of 5 \(the run took 16 at.*: ok", out)
 
 
 def test_a_task_that_cannot_be_built_leaves_no_folder(train, tmp_path):

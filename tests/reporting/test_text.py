@@ -104,6 +104,12 @@ def test_steps_are_held_to_their_bound():
     )
     assert steps_text(dataclasses.replace(found, difference=1e-9)).endswith("allowed 1e-10: OUTSIDE")
     assert steps_text(dataclasses.replace(found, exactness="approximate")).endswith("approximate, so held to no bound")
+    assert " in micro-batches of 171 (the run took 512 at once, which would show nothing): " in steps_text(
+        dataclasses.replace(found, micro_batch_size=171, whole=512)
+    )
+    assert steps_text(dataclasses.replace(found, micro_batch_size=1, whole=1)) == (
+        "  digits with GroupNorm: a batch of 1 cannot be cut, so there is nothing to compare"
+    )
 
 
 def test_runs_are_told_with_their_difference():

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import bigbatch as bb
+from bigbatch.batch.sizes import micro_batch_sizes
 from bigbatch.stepping.losses import plain_loss
 from bigbatch.training.comparison import (
     RunsComparison,
     compare_runs,
     compare_steps,
     direct_peak_bytes,
+    uneven_cut,
 )
 from bigbatch.training.loop import Run
 from bigbatch.verification.comparison import MAX_DIFFERENCE
@@ -35,17 +37,62 @@ def test_ten_steps_in_float64_are_those_of_the_big_batch(changes):
     assert found.within
 
 
+def over_some(model, batch):
+    """A mean over something else than the samples, with no weight given."""
+    losses = torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return (losses * batch[1]).sum() / (batch[1].sum() + 1)
+
+
 def test_a_loss_that_is_not_cut_rightly_is_outside():
-    """Control: a mean over something else than the samples, with no weight given."""
-
-    def over_some(model, batch):
-        losses = torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        return (losses * batch[1]).sum() / (batch[1].sum() + 1)
-
+    """Control."""
     found = compare_steps(tiny_task(loss_fn=over_some), micro_batch_size=5)
 
     assert found.difference > 1e-4
     assert not found.within
+
+
+def test_where_the_run_cut_nothing_another_cut_is_compared():
+    found = compare_steps(tiny_task(), micro_batch_size=16)
+    wrong = compare_steps(tiny_task(loss_fn=over_some), micro_batch_size=16)
+
+    assert (found.whole, found.micro_batch_size) == (16, 5)
+    assert found.is_cut
+    assert found.within
+    assert wrong.difference > 1e-4  # Control: the whole batch compared with itself would be equal.
+    assert not wrong.within
+
+
+@pytest.mark.filterwarnings("ignore:batch_size=70, but there are 50 samples")
+def test_a_batch_of_all_samples_is_known_to_be_whole():
+    found = compare_steps(tiny_task(batch_size=70, epochs=10), micro_batch_size=60)
+
+    assert (found.whole, found.micro_batch_size) == (50, 17)
+    assert found.within
+
+
+def test_that_cut_leaves_no_micro_batch_of_one_sample_to_batch_norm():
+    found = compare_steps(tiny_task(model=lambda: network(norm=True), batch_size=9), micro_batch_size=9)
+
+    assert (found.micro_batch_size, found.exactness) == (5, "approximate")
+
+
+def test_a_batch_that_cannot_be_cut_is_compared_with_nothing():
+    found = compare_steps(tiny_task(batch_size=1), micro_batch_size=1)
+
+    assert not found.is_cut
+
+
+@pytest.mark.parametrize("num_samples", range(2, 40))
+@pytest.mark.parametrize("smallest", [1, 2])
+def test_an_uneven_cut_is_about_a_third_and_has_a_smaller_rest_where_there_is_one(num_samples, smallest):
+    size = uneven_cut(num_samples, smallest=smallest)
+    sizes = micro_batch_sizes(num_samples, size, smallest)
+
+    possible = [micro_batch_sizes(num_samples, other, smallest) for other in range(smallest, num_samples)]
+    uneven = [cut for cut in possible if len(set(cut)) > 1 and min(cut) >= smallest]
+    assert min(sizes) >= smallest
+    assert len(set(sizes)) > 1 or not uneven
+    assert len(sizes) > 1 or num_samples < 2 * smallest
 
 
 def test_batch_norm_is_held_to_no_bound():

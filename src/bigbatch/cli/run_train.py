@@ -20,7 +20,7 @@ from bigbatch.reporting.panel import LivePanel, PlainLines
 from bigbatch.reporting.text import closing, preflight_text
 from bigbatch.tasks.finding import has_variant
 from bigbatch.training.checkpoint import Checkpoints, Found, newest, verified
-from bigbatch.training.comparison import compare_runs, compare_steps, direct_peak_bytes
+from bigbatch.training.comparison import StepsComparison, compare_runs, compare_steps, direct_peak_bytes
 from bigbatch.training.events import Listener, RunResult
 from bigbatch.training.group import Group, joined
 from bigbatch.training.log import JsonLog, TensorBoardLog, make_run_dir, save_result
@@ -157,31 +157,33 @@ def _logs(folder: Path, first_step: int, *, tensorboard: bool) -> Iterator[Liste
 
 
 def _compare(wanted: Wanted, task: Task, device: torch.device, result: RunResult) -> bool:
-    micro_batch_size = max(result.micro_batch_sizes)
     print_now("\nHow close to the direct big batch")
     direct_bytes = direct_peak_bytes(task, device=device)
     print_now(peaks_text(result.peak_bytes, direct_bytes, result.budget_bytes))
-    exact_task = _exact_variant(wanted, task, result)
     all_is_well = result.budget_bytes is None or (result.peak_bytes or 0) <= result.budget_bytes
-    if exact_task is not None:
-        steps = compare_steps(exact_task, micro_batch_size=micro_batch_size, device=device)
+    steps = _compared_steps(wanted, task, device, result)
+    if steps is not None:
         print_now(steps_text(steps))
         all_is_well &= steps.within
     if result.exactness != "exact" and direct_bytes is not None:
-        runs = compare_runs(task, result.metrics, micro_batch_size=micro_batch_size, device=device)
+        runs = compare_runs(task, result.metrics, micro_batch_size=max(result.micro_batch_sizes), device=device)
         print_now(runs_text(runs, result.exactness))
         all_is_well &= runs.within
     return all_is_well
 
 
-def _exact_variant(wanted: Wanted, task: Task, result: RunResult) -> Task | None:
-    """The task itself where a cut batch is exact; otherwise its variant with GroupNorm, if it has one."""
-    if result.exactness == "exact":
-        return task
-    if not has_variant(wanted.task, "norm"):
-        return None
+def _compared_steps(wanted: Wanted, task: Task, device: torch.device, result: RunResult) -> StepsComparison | None:
+    """Steps of the task where a cut batch is exact; otherwise of its variant with GroupNorm, if it has one."""
+
+    def compared(task: Task) -> StepsComparison:
+        return compare_steps(task, micro_batch_size=max(result.micro_batch_sizes), device=device)
+
+    # A run whose batches were in one piece is exact; the cut that is compared in its place need not be.
+    found = compared(task) if result.exactness == "exact" else None
+    if (found is not None and found.exactness == "exact") or not has_variant(wanted.task, "norm"):
+        return found
     exact = wanted.found(norm="group")
-    return dataclasses.replace(exact, name=f"{exact.name} with GroupNorm")
+    return compared(dataclasses.replace(exact, name=f"{exact.name} with GroupNorm"))
 
 
 def _displays(group: Group, device: torch.device) -> list[Listener]:

@@ -29,11 +29,14 @@ def peaks_text(peak_bytes: int | None, direct_bytes: int | None, budget_bytes: i
 def steps_text(found: StepsComparison) -> str:
     """Some steps in float64."""
     bound = f"allowed {MAX_DIFFERENCE['float64']:g}: {_verdict(found.within)}"
+    if not found.is_cut:
+        return f"  {found.task}: a batch of {found.whole} cannot be cut, so there is nothing to compare"
     if found.exactness != "exact":
         bound = f"{found.exactness}, so held to no bound"
+    other = "" if found.whole is None else f" (the run took {found.whole} at once, which would show nothing)"
     return (
-        f"  {found.task}, float64, {found.num_steps} optimizer steps in micro-batches of {found.micro_batch_size}: "
-        f"largest relative difference of a parameter {found.difference:.1e} ({found.parameter}), {bound}"
+        f"  {found.task}, float64, {found.num_steps} optimizer steps in micro-batches of {found.micro_batch_size}"
+        f"{other}: largest relative difference of a parameter {found.difference:.1e} ({found.parameter}), {bound}"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bigbatch.batch.sizes import micro_batch_sizes
 from bigbatch.memory.out_of_memory import is_out_of_memory
 from bigbatch.stepping.accumulate import accumulate
 from bigbatch.training.building import Parts, build
@@ -38,6 +39,8 @@ class StepsComparison:
             parameter near zero, over a thousandth of the root mean square norm of all).
         parameter: That one.
         exactness: Of the cut side; the bound holds when it is "exact".
+        whole: Samples in a batch, where micro-batches as large were asked for, which cut nothing: then others are
+            taken, of ``micro_batch_size``. None: those that were asked for.
     """
 
     task: str
@@ -46,6 +49,12 @@ class StepsComparison:
     difference: float
     parameter: str
     exactness: Exactness
+    whole: int | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there was anything to compare: a batch of one sample cannot be cut."""
+        return self.whole is None or self.micro_batch_size < self.whole
 
     @property
     def within(self) -> bool:
@@ -84,12 +93,21 @@ class RunsComparison:
 def compare_steps(
     task: Task, *, micro_batch_size: int, num_steps: int = 10, device: str | torch.device = "cpu"
 ) -> StepsComparison:
-    """Make the first optimizer steps of the task in float64, through ``Step`` and directly."""
+    """Make the first optimizer steps of the task in float64, through ``Step`` and directly.
+
+    Micro-batches that hold the whole batch would compare it with itself, so others are taken: see ``uneven_cut``.
+    """
     device = torch.device(device)
     task = _in_float64(task)
     cut = build(task, device, dtype=torch.float64)
     direct = _twin(task, cut, device)
+    whole = min(task.batch_size, len(cut.train_data))
     step = cut.step(micro_batch_size=micro_batch_size)
+    if micro_batch_size >= whole:
+        micro_batch_size = uneven_cut(whole, smallest=step.accumulator.smallest_micro_batch)
+        step = cut.step(micro_batch_size=micro_batch_size)
+    else:
+        whole = None
     direct_steps = DirectSteps(task, direct, device)
     exactness: Exactness = "exact"
     with going_through(train_loader(task, cut.train_data)) as loaded:
@@ -99,7 +117,27 @@ def compare_steps(
         direct_steps.step(batch)
     differences = relative_differences(dict(cut.model.named_parameters()), dict(direct.model.named_parameters()))
     parameter, difference = next(iter(differences.items()))
-    return StepsComparison(task.name, len(batches), micro_batch_size, difference, parameter, exactness)
+    return StepsComparison(task.name, len(batches), micro_batch_size, difference, parameter, exactness, whole)
+
+
+def uneven_cut(num_samples: int, *, smallest: int = 1) -> int:
+    """Samples in a micro-batch: about a third of the batch, such that the last micro-batch holds fewer if it can.
+
+    An even cut would be right even where micro-batches are weighed alike.
+
+    >>> uneven_cut(512), uneven_cut(9), uneven_cut(9, smallest=2), uneven_cut(1)
+    (171, 2, 5, 1)
+
+    Args:
+        num_samples: In the batch; returned where it cannot be cut.
+        smallest: Samples in a micro-batch, at least.
+    """
+
+    def faults(size: int) -> tuple[bool, bool, bool, int]:
+        cut = micro_batch_sizes(num_samples, size, smallest)
+        return min(cut) < smallest, len(cut) == 1, len(set(cut)) == 1, abs(3 * size - num_samples)
+
+    return min(range(smallest, num_samples + 1), key=faults, default=num_samples)
 
 
 def _in_float64(task: Task) -> Task:
