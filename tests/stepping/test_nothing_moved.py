@@ -122,6 +122,36 @@ def test_an_error_in_the_loss_says_in_which_micro_batch():
     assert found.value.__notes__ == ["In micro-batch 2 of 3, samples 2 to 3."]
 
 
+@pytest.mark.parametrize(
+    "swapped",
+    [lambda batch, model: model(batch[0]).mean(), lambda batch, model: model(batch.x).mean()],
+    ids=["TypeError", "AttributeError"],
+)
+@pytest.mark.parametrize("how", [{"micro_batch_size": 2}, {"memory_budget": "1MiB"}], ids=["cut", "planned"])
+def test_an_error_of_swapped_arguments_says_how_the_loss_is_called(swapped, how):
+    model = torch.nn.Linear(3, 1)
+    step = bb.Step(model, swapped, torch.optim.SGD(model.parameters()), **how)
+
+    with pytest.raises((TypeError, AttributeError)) as found:
+        step((torch.randn(6, 3),))
+
+    assert found.value.__notes__[-1] == "The loss is called as loss_fn(model, micro_batch), in this order."
+
+
+def test_no_later_error_says_how_the_loss_is_called():
+    """Control: once the loss has run, its arguments are in order."""
+    model = torch.nn.Linear(3, 1)
+    step = bb.Step(
+        model, lambda m, b: m(b["x"]).mean(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+    )
+    step({"x": torch.randn(6, 3)})
+
+    with pytest.raises(TypeError, match="list indices") as found:
+        step([torch.randn(6, 3)])
+
+    assert found.value.__notes__ == ["In micro-batch 1 of 3, samples 0 to 1."]
+
+
 def test_an_error_of_a_progress_bar_moves_nothing():
     world = World()
     step = world.step()

@@ -311,7 +311,7 @@ class Accumulator:
                     self._backward(shares, done)
                     reached = True
             except Exception as error:
-                say_where(error, done.sizes, pieces)
+                say_where(error, done.sizes, pieces, is_first_step=self.step_number == 0)
                 raise
             if number <= 2:
                 watch.check()
