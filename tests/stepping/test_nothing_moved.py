@@ -306,3 +306,35 @@ def test_a_sparse_gradient_in_an_optimizer_that_cannot_take_it_moves_no_paramete
 
     assert digest(model.state_dict()) == before
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "all_are_put_back"),
+    [
+        ({}, False),
+        ({"weight": "samples"}, False),
+        ({"weight": lambda batch: float(len(batch[0]))}, True),
+        ({"collate": lambda samples: (torch.stack(samples),)}, True),
+        ({"split": lambda batch, size: [(part,) for part in batch[0].split(size)]}, True),
+    ],
+    ids=["nothing", "weight by name", "weight", "collate", "split"],
+)
+def test_the_random_numbers_that_docs_name_are_put_back_after_an_error(options, all_are_put_back):
+    """Torch's always; those of Python and NumPy where a function that makes micro-batches may draw from them."""
+
+    def draws_and_fails(model, batch):
+        torch.rand(1), random.random(), np.random.rand()
+        raise RuntimeError("mine")
+
+    def drawn():
+        return random.getstate(), str(np.random.get_state(legacy=False))
+
+    model = nn.Linear(3, 1)
+    batch = list(torch.randn(6, 3)) if "collate" in options else (torch.randn(6, 3),)
+    of_torch, others = torch.get_rng_state(), drawn()
+
+    with pytest.raises(RuntimeError, match="mine"):
+        bb.accumulate(model, draws_and_fails, batch, micro_batch_size=2, **options)
+
+    assert torch.equal(torch.get_rng_state(), of_torch)
+    assert [now == before for now, before in zip(drawn(), others, strict=True)] == 2 * [all_are_put_back]

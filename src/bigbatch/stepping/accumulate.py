@@ -56,7 +56,9 @@ def accumulate(
 
     Returns:
         The loss of the whole batch and its terms. ``.grad`` is in the dtype of its parameter, and what was there before
-        is in the sum; if anything fails, ``.grad``, buffers and random numbers are as they were.
+        is in the sum; if anything fails, ``.grad``, buffers and the default random number generators of torch are as
+        they were. Those of Python and NumPy are put back only with ``collate``, ``split`` or a function as ``weight``,
+        which may draw from them.
 
     Raises:
         BatchError: The batch cannot be cut, or nothing in it counts.

@@ -141,7 +141,8 @@ class Step:
             BudgetError: Not even the smallest micro-batch fits.
             StateLostError: Memory ran out inside a large optimizer that is not fused; go on from a saved state.
 
-        After any of them, model, optimizer and random numbers are as before.
+        After any of them, model, optimizer and the default random number generators of torch are as before; those of
+        Python and NumPy only with ``collate``, ``split`` or a function as ``weight``, which may draw from them.
         """
         if self.budget_bytes is not None and first_batch.is_needed(self, batch):
             self.fit(batch)
