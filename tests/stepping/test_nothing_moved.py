@@ -323,7 +323,7 @@ def test_the_random_numbers_that_docs_name_are_put_back_after_an_error(options, 
     """Torch's always; those of Python and NumPy where a function that makes micro-batches may draw from them."""
 
     def draws_and_fails(model, batch):
-        torch.rand(1), random.random(), np.random.rand()
+        _ = torch.rand(1), random.random(), np.random.rand()
         raise RuntimeError("mine")
 
     def drawn():
