@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from bigbatch.memory.measure import LiveBytes
 from bigbatch.stepping.normalization.lockstep import Lockstep, this_worker
+from bigbatch.tasks.shapes.shape import default_dtype
 
 _AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -129,16 +130,6 @@ def around_a_meeting(*, no_hooks: bool = False) -> contextlib.ExitStack:
     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
     stack.enter_context(default_dtype(torch.float64))
     return stack
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def what_torch_keeps() -> tuple[object, ...]:

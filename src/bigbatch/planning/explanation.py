@@ -167,10 +167,11 @@ def _highest(profile: MemoryProfile, simulation: Simulation, segments: Sequence[
     found = [_Moment(None, 0, gradients, simulation.update_bytes - gradients)]
     first, later = simulation.sizes[0], max(simulation.sizes[1:], default=0)
     phase = simulation.phase(first, is_first=True, is_later=False)
+    moves = list(phase.walk(segments))
     if simulation.loss_beside_first:
-        _, held, move = list(phase.walk(segments))[-1]
+        _, held, move = moves[-1]
         found.append(_Moment(None, held + move.gain, 0, simulation.loss_beside_first))
-    for slot, held, move in phase.walk(segments):
+    for slot, held, move in moves:
         born = _gradients_so_far(profile, profile.slots[move.last], first, move.need - move.gain)
         found.append(_Moment((slot, move.last), held + move.gain, born, move.need - move.gain - born))
     if later:

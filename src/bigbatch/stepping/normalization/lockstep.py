@@ -66,9 +66,9 @@ class Worker(greenlet):
         number: From 0.
         function: What it runs.
         device: That it computes on.
+        around: What torch keeps for the thread while none of them runs.
 
     Attributes:
-        is_done: It has returned or failed.
         request: What it brought to the meeting where it waits.
         returned: What the function returned.
         failure: What it raised.
@@ -77,22 +77,26 @@ class Worker(greenlet):
         paused: What ``Meeting.pause`` returned when it stopped.
     """
 
-    def __init__(self, number: int, function: Callable[[], Any], device: torch.device):
+    def __init__(self, number: int, function: Callable[[], Any], device: torch.device, around: ThreadState):
         super().__init__(self._live)
         self.gr_context = contextvars.copy_context()  # else it begins with none
         self.number = number
-        self.is_done = False
         self.request: Any = None
         self.returned: Any = None
         self.failure: BaseException | None = None
         self.random: Generators | None = None
         self.began: Generators | None = None
         self.paused: Any = None
-        self._device = device
+        self._device, self._around = device, around
         self._state: ThreadState | None = None
         self._inner: greenlet | None = None  # of the function's own, if it waits in one
         self._is_stopped = False
         self._function: Callable[[], Any] | None = function
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has returned or failed."""
+        return self.dead
 
     @property
     def has_not_paused(self) -> bool:
@@ -127,7 +131,6 @@ class Worker(greenlet):
             self.returned = function()
         except BaseException as error:
             self.failure = error
-        self.is_done = True
 
     def stop(self) -> None:
         """End it wherever it is; no ``except Exception`` of the user's stops that."""
@@ -138,14 +141,13 @@ class Worker(greenlet):
         self._function = self.request = self.failure = self.returned = None
 
     def _change_to(self, switch: Callable[[Any], Any], value: Any) -> None:
-        around = ThreadState(self._device)
         try:
             if self._state is not None:
                 self._state.put()
             switch(value)
             self._state = ThreadState(self._device) if self else None
         finally:
-            around.put()
+            self._around.put()
 
 
 class Lockstep:
@@ -172,8 +174,8 @@ class Lockstep:
         Random numbers: the first function goes on where the generators are, the others have streams of their own, that
         follow from where they are. Afterwards the generators are where the first that drew numbers has left them.
         """
-        start = Generators(self._device)
-        workers = [Worker(number, function, self._device) for number, function in enumerate(functions)]
+        start, around = Generators(self._device), ThreadState(self._device)
+        workers = [Worker(number, function, self._device, around) for number, function in enumerate(functions)]
         self.is_running = True
         try:
             self._until_all_are_done(workers, start)
