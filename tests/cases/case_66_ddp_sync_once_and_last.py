@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 import bigbatch as bb
-from tests.cases.common import one_process_group
+from tests.process_group import in_process_group_of_one
 
 
 def build():
@@ -38,7 +38,8 @@ def _wrap(model):
 def _run(order):
     case = build()
     torch.manual_seed(0)
-    with one_process_group():
+
+    def run():
         model, synced_at, now = _wrap(nn.Linear(4, 1))
         for index, part in enumerate(case["x"].split(case["micro"])):
             now[0] = index
@@ -52,6 +53,8 @@ def _run(order):
                 with skip():
                     (model(part).square().mean() / 4).backward()
         return dict(synced_at=sorted(set(synced_at)))
+
+    return in_process_group_of_one(run)
 
 
 def careful():
@@ -69,7 +72,8 @@ def naive_first():
 def ours():
     case = build()
     torch.manual_seed(0)
-    with one_process_group():
+
+    def run():
         model, synced_at, now = _wrap(nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         # A communication hook runs where DDP itself reduces, which is what "overlap" leaves to it.
@@ -79,6 +83,8 @@ def ours():
         step.on_micro_batch = lambda number, count: now.__setitem__(0, number - 1)
         step(case["x"])
         return dict(synced_at=sorted(set(synced_at)))
+
+    return in_process_group_of_one(run)
 
 
 def check(result):

@@ -5,7 +5,8 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 import bigbatch as bb
-from tests.cases.common import one_process_group, same
+from tests.cases.common import same
+from tests.process_group import in_process_group_of_one
 from tests.reference import gradients
 
 
@@ -35,10 +36,13 @@ def reference():
 
 def _run(use_reentrant):
     case = build(lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant))
-    with one_process_group():
+
+    def run():
         wrapped = nn.parallel.DistributedDataParallel(case["model"])
         wrapped(case["x"]).square().mean().backward()
         return gradients(case["model"])
+
+    return in_process_group_of_one(run)
 
 
 def careful():
@@ -51,13 +55,16 @@ def naive():
 
 def ours():
     case = build()
-    with one_process_group():
+
+    def run():
         model = case["model"]
         plan = bb.Plan(micro_batch_size=2, accumulation_steps=2, recompute=("b",))
         bb.apply(plan, model)
         wrapped = nn.parallel.DistributedDataParallel(model)
         bb.accumulate(wrapped, lambda m, x: m(x).square().mean(), case["x"], micro_batch_size=2, reduce="overlap")
         return gradients(model)
+
+    return in_process_group_of_one(run)
 
 
 def check(result):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 
@@ -32,15 +28,3 @@ def same(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None], to
         assert torch.isfinite(found).all(), f"{name}: not finite"
         error = (found.double() - wanted.double()).norm() / (wanted.double().norm() + 1e-12)
         assert error < tolerance, f"{name}: relative gradient error {error:.3g}"
-
-
-@contextlib.contextmanager
-def one_process_group() -> Iterator[None]:
-    """A gloo process group of this process alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = "file://" + os.path.join(folder, "store")
-        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()

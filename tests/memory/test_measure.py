@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import bigbatch as bb
 from bigbatch.memory.measure import LiveBytes, bytes_in_use, count_peak_bytes
+from tests.process_group import in_process_group_of_one
 
 F64 = 8
 
@@ -297,12 +298,11 @@ def test_what_is_inside_a_tensor_subclass_is_counted():
         assert live.current_bytes() - before == doubled.values().nbytes
 
 
-def test_a_distributed_tensor_is_counted_by_what_lies_here(tmp_path):
+def test_a_distributed_tensor_is_counted_by_what_lies_here():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    def check():
         weight = distribute_tensor(torch.zeros(6, 2), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
         live = LiveBytes()
         live.track(weight)
@@ -312,8 +312,8 @@ def test_a_distributed_tensor_is_counted_by_what_lies_here(tmp_path):
             assert live.current_bytes() >= 12 * 4 + 4
             loss.backward()
             assert weight.grad.to_local().untyped_storage()._cdata in live._live
-    finally:
-        torch.distributed.destroy_process_group()
+
+    in_process_group_of_one(check)
 
 
 def test_it_counts_on_devices_that_are_not_there():

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 import bigbatch as bb
+from tests.process_group import in_process_group_of_one
 from tests.reference import assert_same_gradients, gradient_error, gradients
 
 PLANS = [("0",), ("0", "2"), (("0", "1"),), (("0", "1"), "2"), (("0", "1", "2"),)]
@@ -358,9 +359,8 @@ def test_data_parallel_is_refused():
         bb.apply(plan("0"), nn.DataParallel(make_model()))
 
 
-def test_a_distributed_model_goes_by_the_names_inside(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+def test_a_distributed_model_goes_by_the_names_inside():
+    def check():
         model, x = make_model(), torch.randn(6, 4, dtype=torch.float64)
         expected = run(model, x)
         wrapped = nn.parallel.DistributedDataParallel(model)
@@ -371,5 +371,5 @@ def test_a_distributed_model_goes_by_the_names_inside(tmp_path):
             {name.removeprefix("module."): grad for name, grad in found.items()}, expected, tolerance=1e-14
         )
         assert num_runs(model) == [1, 1, 1]
-    finally:
-        torch.distributed.destroy_process_group()
+
+    in_process_group_of_one(check)
