@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import signal
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -610,8 +612,12 @@ def test_after_a_failure_all_is_as_it_was(place, error, on_host):
     assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
 
 
-def test_ctrl_c_ends_all():
+def test_ctrl_c_ends_all(request):
     import _thread
+
+    # A shell has it ignored in what it runs in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
 
     def loss(model, batch):
         if len(batch[0]) == 1:
