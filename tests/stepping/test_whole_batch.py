@@ -666,6 +666,30 @@ def test_memory_that_runs_out_in_the_loss_takes_the_graph_beside_it():
     assert calls == [False, False, True, True]
 
 
+def test_memory_that_runs_out_in_the_loss_changes_no_later_mask():
+    """Without its graph the first micro-batch draws last all the same."""
+    batch, coupled, seen = make_batch(), LOSSES["InfoNCE"], []
+    for fails in (True, False):
+        model, failures = encoder(), [fails]
+        given = coupled.loss_fn(model)
+
+        def loss(o, b, given=given, failures=failures):
+            if failures.pop() if failures else False:
+                raise torch.OutOfMemoryError("no memory")
+            return given.loss(o, b)
+
+        optimizer = RecordingSGD(model)
+        step = bb.Step(model, bb.WholeBatchLoss(given.forward, loss), optimizer, micro_batch_size=6)
+        torch.manual_seed(3)
+        for _ in range(2):
+            step(batch)
+        seen.append((optimizer.seen, torch.get_rng_state()))
+
+    for found, expected in zip(seen[0][0], seen[1][0], strict=True):
+        assert_same_gradients(found, expected, tolerance=1e-14)
+    assert torch.equal(seen[0][1], seen[1][1])
+
+
 def test_the_kept_graph_is_the_only_one_and_is_gone_when_its_backward_has_run():
     """What is alive while the loss is computed: outputs, and what one micro-batch has saved."""
     torch.manual_seed(0)

@@ -97,6 +97,10 @@ def mlp() -> nn.Module:
     )
 
 
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, NUM_CLASSES))
+
+
 def low_rank() -> nn.Module:
     return nn.Sequential(LowRank(6), nn.Tanh(), nn.LayerNorm(6), LowRank(6), nn.Linear(6, NUM_CLASSES))
 
@@ -177,6 +181,7 @@ NETS = {
     "lstm": Net(Recurrent, class_loss, inputs(5, 3), ema=True),
     "contrastive": Net(ConvNet, bb.WholeBatchLoss(two_views, contrast), inputs(1, 8, 8)),
     "pairs": Net(mlp, bb.WholeBatchLoss(two_views, contrast), inputs(6)),
+    "masks": Net(with_dropout, bb.WholeBatchLoss(two_views, contrast), inputs(6)),
     "scaled": Net(mlp, class_loss, inputs(6), scaled=True),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

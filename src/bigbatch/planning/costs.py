@@ -33,6 +33,8 @@ class Line(NamedTuple):
 
 
 NOTHING = Line()
+MOST_WITH_MASKS = 15
+"""Micro-batches of a loss of the whole batch whose masks of dropout are kept from the first forward to the second."""
 
 
 class Gathered(NamedTuple):
@@ -140,6 +142,7 @@ _READERS: dict[str, Any] = {
     "batch": _line,
     "workspace": _line,
     "outputs": _line,
+    "masks": _line,
     "loss_bytes": lambda values: tuple((int(size), num_bytes) for size, num_bytes in values),
     "storages": lambda values: tuple(map(_line, values)),
     "gathered": lambda values: tuple(Gathered(*value) for value in values),
@@ -158,7 +161,7 @@ class MemoryProfile(Json):
     - in a first micro-batch: per slot, held storages and ``forward`` or ``backward_first``;
     - in a later one: gradients, held storages and ``forward`` or ``backward``;
     - in the update: gradients and ``update_bytes``;
-    - for a loss of the whole batch in several micro-batches: ``outputs`` beside each micro-batch, and ``loss_bytes``.
+    - for a loss of the whole batch in several micro-batches: ``outputs`` and ``masks`` beside each, and ``loss_bytes``.
 
     Attributes:
         parameter_bytes: Parameters of the model, frozen ones too, each storage once.
@@ -176,6 +179,7 @@ class MemoryProfile(Json):
         storages: Bytes of what is saved for backward; each storage once, however many slots save it.
         slots: In the order of the forward. The first and the last are not blocks.
         outputs: Gradients of the outputs of a ``WholeBatchLoss``, by samples of the whole batch.
+        masks: Of dropout, kept between its two forwards, by samples of the micro-batches that keep them.
         loss_bytes: Of a ``WholeBatchLoss``, the most bytes alive in the loss for so many samples of the whole batch.
         keeps_first: Whether the graph of the first micro-batch is there beside such a loss, and not made again.
         gathered: By slot, what of its lines FSDP2 needs; empty where the model is not spread over ranks.
@@ -210,6 +214,7 @@ class MemoryProfile(Json):
     storages: tuple[Line, ...] = ()
     slots: tuple[Slot, ...] = ()
     outputs: Line = NOTHING
+    masks: Line = NOTHING
     loss_bytes: tuple[tuple[int, float], ...] = ()
     keeps_first: bool = False
     gathered: tuple[Gathered, ...] = ()

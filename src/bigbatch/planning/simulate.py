@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bigbatch.planning.chain import WHOLE, Chain, Segment
-from bigbatch.planning.costs import Line, MemoryProfile
+from bigbatch.planning.costs import MOST_WITH_MASKS, Line, MemoryProfile
 from bigbatch.planning.naming import segments_of
 from bigbatch.planning.prices import Prices
 from bigbatch.planning.seconds import part_seconds, recompute_seconds, seconds_without_recompute
@@ -209,7 +209,9 @@ class Simulation:
         if len(self.sizes) == 1:
             return loss, 0  # beside all that the forward saved
         outputs = _whole(profile.outputs, num_samples)
-        return outputs, max(0, loss - outputs)
+        twice = self.sizes[1:] if profile.keeps_first else self.sizes
+        masks = _whole(profile.masks, sum(twice[:MOST_WITH_MASKS]))
+        return outputs + masks, max(0, loss - outputs)
 
     def phase(self, num_samples: int, *, is_first: bool, is_later: bool) -> Phase:
         """A micro-batch of this size, in these steps."""

@@ -10,6 +10,7 @@ import torch
 
 from bigbatch.batch.logical import Piece
 from bigbatch.errors import LossError
+from bigbatch.stepping.coupled.masks import Masks
 from bigbatch.stepping.coupled.outputs import num_rows
 from bigbatch.stepping.generators import Generators
 
@@ -44,7 +45,8 @@ class Between:
         inside: Parameters in the loss, with their gradients; zeros where another rank counts them.
         unit: What the gradients were begun with: the loss scale.
         before: Random numbers before each micro-batch.
-        after: Those after the loss.
+        masks: By micro-batch, those of dropout that it need not draw again.
+        after: Random numbers after the loss.
     """
 
     paths: list[str]
@@ -54,6 +56,7 @@ class Between:
     inside: list[tuple[torch.Tensor, torch.Tensor]]
     unit: torch.Tensor | None
     before: list[Generators]
+    masks: dict[int, Masks]
     after: Generators
 
     def rows(self, numbered: Numbered) -> Iterator[torch.Tensor | None]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from bigbatch.batch.logical import Piece, Pieces
 from bigbatch.batch.moving import on_device
+from bigbatch.planning.costs import MOST_WITH_MASKS
+from bigbatch.stepping.coupled.masks import Masks, layers_of
 from bigbatch.stepping.coupled.outputs import check_leaf, detached, named_leaves, with_leaves
 from bigbatch.stepping.generators import Generators
 from bigbatch.stepping.placing import say_where
@@ -27,23 +31,30 @@ class Outputs(NamedTuple):
         nesting: How the outputs are nested; None on a rank without samples.
         parts: By micro-batch, its leaves, without graph.
         before: By micro-batch, random numbers before its forward.
+        masks: By micro-batch, those of dropout that its second forward need not draw.
         kept: The leaves of the first micro-batch with their graph, if that was to be kept.
     """
 
     nesting: Any
     parts: list[Leaves]
     before: list[Generators]
+    masks: dict[int, Masks]
     kept: Leaves | None
 
 
-def first_pass(of: Accumulator, given: WholeBatchLoss, pieces: Pieces, *, keeps: bool) -> Outputs:
+def first_pass(
+    of: Accumulator, given: WholeBatchLoss, pieces: Pieces, *, keeps: bool, keeps_masks: bool, first_is_last: bool
+) -> Outputs:
     """Run the forward of each micro-batch.
 
     Args:
         of: Whose step it is.
         given: The loss.
         pieces: The micro-batches; they know their numbers.
-        keeps: Keep the graph of the first one. It comes last then, so that no other forward is beside its graph.
+        keeps: Keep the graph of the first one.
+        keeps_masks: Keep masks of dropout, of some.
+        first_is_last: Run the first one after all others, so that no forward is beside its graph. Without a graph too:
+            random numbers are drawn in this order.
 
     Raises:
         LossError: An output is neither per sample nor a declared sum.
@@ -52,14 +63,16 @@ def first_pass(of: Accumulator, given: WholeBatchLoss, pieces: Pieces, *, keeps:
     sizes = [piece.num_samples for piece in turns if not piece.idle]
     outputs: list[Any] = [None] * len(sizes)
     before: list[Any] = [None] * len(sizes)
-    for piece in on_device([*turns[1:], turns[0]] if keeps else turns, of.device):
+    kept_masks = _masks_of(of, range(int(keeps), len(sizes))) if keeps_masks else {}
+    for piece in on_device([*turns[1:], turns[0]] if first_is_last else turns, of.device):
         if piece.idle:
             _run_idle(of, given, piece)
             continue
         number = piece.micro_batch.number
-        masks = of.dropout.forward(piece.num_samples, first=sum(sizes[:number]))
+        dropout = of.dropout.forward(piece.num_samples, first=sum(sizes[:number]))
+        drawing = kept_masks[number].drawing() if number in kept_masks else nullcontext()
         try:
-            with torch.set_grad_enabled(keeps and number == 0), of.precision.forward(of.device.type), masks:
+            with torch.set_grad_enabled(keeps and number == 0), of.precision.forward(of.device.type), dropout, drawing:
                 # Inside, because that is where masks of samples keep the number of their call.
                 before[number] = Generators(of.device, everywhere=True)
                 outputs[number] = given.forward(of.model, piece.micro_batch.micro_batch)
@@ -71,9 +84,17 @@ def first_pass(of: Accumulator, given: WholeBatchLoss, pieces: Pieces, *, keeps:
         del piece
     nesting, parts = outputs[0] if outputs else None, [list(named_leaves(one)) for one in outputs]
     if not keeps:
-        return Outputs(nesting, parts, before, None)
+        return Outputs(nesting, parts, before, kept_masks, None)
     kept, parts[0] = parts[0], [(path, detached(leaf)) for path, leaf in parts[0]]
-    return Outputs(with_leaves(nesting, [leaf for _, leaf in parts[0]]), parts, before, kept)
+    return Outputs(with_leaves(nesting, [leaf for _, leaf in parts[0]]), parts, before, kept_masks, kept)
+
+
+def _masks_of(of: Accumulator, numbers: Sequence[int]) -> dict[int, Masks]:
+    """Nothing yet, for each micro-batch whose masks are to be kept; of as many as may be."""
+    if of.device.type != "cpu" or of.options.dropout != "native":
+        return {}
+    layers = layers_of(of.model)
+    return {number: Masks(layers) for number in numbers[:MOST_WITH_MASKS]} if layers else {}
 
 
 def _run_idle(of: Accumulator, given: WholeBatchLoss, piece: Piece) -> None:

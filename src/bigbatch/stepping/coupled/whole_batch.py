@@ -18,7 +18,7 @@ micro-batch keeps its graph until then, and runs its forward once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -124,10 +124,14 @@ class TwoPasses:
         keeps_first: Whether the graph of the first micro-batch may be kept from the first pass; no more when memory ran
             out in the loss beside it.
         has_kept: It was, in the last step.
+        mask_bytes: Of the masks of dropout that were kept, in the last step.
     """
 
     def __init__(self, given: WholeBatchLoss, precision: Precision):
         self.keeps_first, self.has_kept = True, False
+        self.mask_bytes = 0
+        self._keeps_masks = True
+        self._in_order = False  # because forwards write buffers
         self._given = given
         self._precision = precision
         self._whole: Any = None
@@ -137,12 +141,12 @@ class TwoPasses:
 
     @contextmanager
     def without_keeping(self) -> Iterator[None]:
-        """Within the block the first micro-batch runs as the others do, forward and all."""
-        before, self.keeps_first = self.keeps_first, False
+        """Within the block the first micro-batch runs as the others do, forward and all, and all masks are drawn."""
+        before, self.keeps_first, self._keeps_masks = self.keeps_first, False, False
         try:
             yield
         finally:
-            self.keeps_first = before
+            self.keeps_first, self._keeps_masks = before, True
 
     @property
     def is_idle(self) -> bool:
@@ -187,11 +191,11 @@ class TwoPasses:
         # BatchNorm sees must come to no meeting.
         return not of.ranks.reducer.reduces_inside and not (statistics is not None and statistics.is_active)
 
-    def _may_keep(self, of: Accumulator, pieces: list[Piece], statistics: MergedStatistics | None) -> bool:
-        """Whether the first micro-batch may run once: its forward writes no statistics and comes to no collective."""
-        writes = of.sees_batch_statistics or (statistics is not None and statistics.is_active)
+    def _may_be_last(self, of: Accumulator, pieces: list[Piece], statistics: MergedStatistics | None) -> bool:
+        """Whether the first micro-batch may come after all others: it writes nothing and meets nobody."""
+        writes = self._in_order or of.sees_batch_statistics or (statistics is not None and statistics.is_active)
         is_alone = len(pieces) < 2 or pieces[0].idle
-        return self.keeps_first and not (writes or is_alone or of.ranks.reducer.must_run_together)
+        return not (writes or is_alone or of.ranks.reducer.must_run_together)
 
     def second(self, model: Any, numbered: Numbered) -> dict[str, Sum]:
         """What a micro-batch adds to the loss, with the gradient of the loss of the whole batch."""
@@ -223,7 +227,9 @@ class TwoPasses:
             return found
         if not numbered.idle:
             between.before[number].restore()
-        found = list(named_leaves(self._given.forward(model, numbered.micro_batch)))
+        masks = between.masks.pop(number, None)
+        with masks.again() if masks and not numbered.idle else nullcontext():
+            found = list(named_leaves(self._given.forward(model, numbered.micro_batch)))
         if number == len(between.before) - 1:
             between.after.restore()
         if not numbered.idle:
@@ -238,21 +244,24 @@ class TwoPasses:
             check_leaf(path, leaf, numbered.num_samples)
         assert self._meeting is not None
         parts = [[(path, detached(leaf)) for path, leaf in found]]
-        return found, self._over_ranks(Outputs(outputs, parts, [], None), self._meeting[0])
+        return found, self._over_ranks(Outputs(outputs, parts, [], {}, None), self._meeting[0])
 
     def _outputs(
         self, of: Accumulator, listed: list[Piece], pieces: Pieces, undo: Undo, statistics: MergedStatistics | None
     ) -> Outputs:
         """Make the first pass. Buffers are as before it, and as the second pass and the loss find and leave them."""
         start = Generators(of.device, everywhere=True)
-        found = first_pass(of, self._given, pieces, keeps=self._may_keep(of, listed, statistics))
-        if found.kept is not None and undo.have_moved:
+        run = partial(first_pass, of, self._given, pieces, keeps_masks=self._keeps_masks)
+        first_is_last = self._may_be_last(of, listed, statistics)
+        found = run(keeps=first_is_last and self.keeps_first, first_is_last=first_is_last)
+        if first_is_last and undo.have_moved:
             # Each forward may see what those before it have written, and they run again in another order.
-            self.keeps_first = False
+            self.keeps_first, self._in_order = False, True
             del found
             undo.restore(random_numbers=False)
             start.restore()
-            found = first_pass(of, self._given, pieces, keeps=False)
+            found = run(keeps=False, first_is_last=False)
+        self.mask_bytes = sum(masks.num_bytes for masks in found.masks.values())
         undo.restore(random_numbers=False)
         if statistics:
             statistics.restore()
@@ -262,7 +271,7 @@ class TwoPasses:
     def _at_once(self, outputs: Outputs, of: Accumulator) -> Between:
         """The loss over the outputs of all micro-batches, in one process."""
         device = of.device
-        nesting, parts, before, self._kept = outputs
+        nesting, parts, before, masks, self._kept = outputs
         del outputs  # nobody else may hold the graph
         paths, sizes = [path for path, _ in parts[0]], [[num_rows(leaf) for _, leaf in part] for part in parts]
         with torch.no_grad():
@@ -282,11 +291,11 @@ class TwoPasses:
             start.restore()
             found = compute()
             self.keeps_first = False
-        return Between(paths, sizes, *found, before, Generators(device, everywhere=True))
+        return Between(paths, sizes, *found, before, masks, Generators(device, everywhere=True))
 
     def _over_ranks(self, outputs: Outputs, of: Accumulator) -> Between:
         """The loss over the outputs of all ranks, of which those of this one are given."""
-        nesting, parts, before, self._kept = outputs
+        nesting, parts, before, masks, self._kept = outputs
         del outputs  # nobody else may hold the graph
         sizes = [[num_rows(leaf) for _, leaf in part] for part in parts]
         share = share_of(nesting, parts, layout_of(self._whole, of.options)) if parts else None
@@ -309,7 +318,7 @@ class TwoPasses:
             inside = [(p, torch.zeros_like(g)) for p, g in inside]
         after = Generators(of.device, everywhere=True)
         paths = [path for path, _ in share.leaves]
-        return Between(paths, sizes, terms, whole.own_rows(gradients), inside, unit, before, after)
+        return Between(paths, sizes, terms, whole.own_rows(gradients), inside, unit, before, masks, after)
 
 
 def whole_of(batch: Any, pieces: Sequence[Piece], options: StepOptions) -> Any:

@@ -1,0 +1,301 @@
+"""Masks of dropout that the second forward of a loss of the whole batch takes from the first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import bigbatch as bb
+from bigbatch.planning.costs import MOST_WITH_MASKS
+from bigbatch.planning.simulate import peak_bytes
+from bigbatch.stepping.coupled import first_pass
+from bigbatch.stepping.coupled.masks import Masks, _packed, _unpacked, layers_of
+from tests.reference import assert_same_gradients, gradients
+
+WIDTH = 16
+
+
+def embed(model: Any, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def spread(z: Tensor, x: Tensor) -> Tensor:
+    """Couples all samples."""
+    return F.softplus((z @ z.T).std() - 1)
+
+
+def coupled(forward: Callable[[Any, Any], Any] = embed) -> bb.WholeBatchLoss:
+    return bb.WholeBatchLoss(forward, spread)
+
+
+class Net(nn.Module):
+    """Dropout, then what else draws."""
+
+    def __init__(self, between: Callable[[Net, Tensor], Tensor] = lambda net, x: x, **how: Any):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.drop = nn.Dropout(**{"p": 0.3, **how})
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self, self.drop(self.first(x)))
+        return self.last(self.drop(2 * x.tanh()))
+
+
+def attention(net: Net, x: Tensor) -> Tensor:
+    """Draws in C++, behind no layer."""
+    x = x.view(len(x), 4, 4)
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=0.4).flatten(1)
+
+
+def recomputed(net: Net, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: net.drop(net.drop(x).sin()), x, use_reentrant=False)
+
+
+def differentiated(net: Net, x: Tensor) -> Tensor:
+    """Draws where a tensor is no tensor that may be kept."""
+    return x + torch.func.grad(lambda z: net.drop(z).square().sum())(x)
+
+
+def mapped(net: Net, x: Tensor) -> Tensor:
+    return torch.vmap(net.drop, randomness="different")(x)
+
+
+def not_alike(net: Net, x: Tensor) -> Tensor:
+    """Another number of entries than fills bytes, and another order of dimensions."""
+    return net.drop(x.t()).t() + F.pad(net.drop(x[:, :5]), (0, WIDTH - 5))
+
+
+BETWEEN: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "nothing": lambda net, x: x,
+    "random numbers": lambda net, x: x + torch.rand_like(x),
+    "normal numbers": lambda net, x: x * torch.randn(()),
+    "a function": lambda net, x: F.dropout(x, 0.2),
+    "attention": attention,
+    "recomputed": recomputed,
+    "grad": differentiated,
+    "vmap": mapped,
+    "not alike": not_alike,
+    "a seed": lambda net, x: x + torch.rand(len(x), 1, generator=torch.Generator().manual_seed(1)),
+}
+HOW: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "in place": dict(inplace=True),
+    "all": dict(p=1.0),
+    "none": dict(p=0.0),
+}
+
+
+def after_a_step(model: nn.Module, x: Tensor, size: int, **options: Any) -> tuple[Any, Any, Tensor]:
+    """Gradients, loss, and the generator afterwards."""
+    torch.manual_seed(5)
+    model.zero_grad()
+    result = bb.accumulate(model, coupled(), x, micro_batch_size=size, **options)
+    return gradients(model), result.loss, torch.get_rng_state()
+
+
+@pytest.fixture
+def drawn_twice(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Within the block nothing is kept: torch draws in both forwards."""
+
+    @contextlib.contextmanager
+    def block() -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(first_pass, "layers_of", lambda model: [])
+            yield
+
+    return block
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("options", [{}, dict(precision="bf16")], ids=["float32", "bf16"])
+def test_a_step_is_bit_for_bit_the_one_that_draws_twice(drawn_twice, between, options):
+    torch.manual_seed(0)
+    model, x = Net(BETWEEN[between]), torch.randn(24, WIDTH)
+    with drawn_twice():
+        expected = after_a_step(model, x, 4, **options)
+
+    found = after_a_step(model, x, 4, **options)
+
+    assert all(torch.equal(found[0][name], grad) for name, grad in expected[0].items())
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2]), "the generator is where drawing twice leaves it"
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("size", [1, 3, 5, 24])
+def test_layers_of_other_kinds_and_other_cuts(drawn_twice, how, size):
+    torch.manual_seed(0)
+    model, x = Net(BETWEEN["random numbers"], **HOW[how]), torch.randn(24, WIDTH)
+    with drawn_twice():
+        expected = after_a_step(model, x, size)
+
+    found = after_a_step(model, x, size)
+
+    assert all(torch.equal(found[0][name], grad) for name, grad in expected[0].items())
+    assert torch.equal(found[2], expected[2])
+
+
+def test_a_generator_that_is_not_set_is_noticed(monkeypatch):
+    """Control for the tests above: what draws after a mask that was kept would draw something else."""
+    torch.manual_seed(0)
+    model, x = Net(BETWEEN["random numbers"]), torch.randn(24, WIDTH)
+    expected = after_a_step(model, x, 4)[0]
+    again = Masks.again
+
+    @contextlib.contextmanager
+    def without_setting(self: Masks) -> Any:
+        with again(self), monkeypatch.context() as patch:
+            patch.setattr(torch, "set_rng_state", lambda state: None)
+            yield
+
+    monkeypatch.setattr(Masks, "again", without_setting)
+    found = after_a_step(model, x, 4)[0]
+
+    with pytest.raises(AssertionError):
+        assert_same_gradients(found, expected, tolerance=1e-2)
+
+
+class CountsDraws(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_draws += func is torch.ops.aten.bernoulli_.float
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num", "expected"), [(1, 1), (2, 2), (4, 4), (16, 16), (20, 24)])
+def test_masks_are_drawn_once_by_all_but_the_last_of_many_micro_batches(drawn_twice, num, expected):
+    """The first keeps its graph, 15 after it keep masks."""
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(num * 2, WIDTH)
+    with CountsDraws() as once:
+        after_a_step(model, x, 2)
+    with drawn_twice(), CountsDraws() as twice:
+        after_a_step(model, x, 2)
+
+    assert once.num_draws == 2 * expected  # Net has two
+    assert twice.num_draws == 2 * (2 * num - 1)
+
+
+@pytest.mark.parametrize("num", [2, 4, 20])
+def test_bits_are_counted_by_trace_profile_and_meter(drawn_twice, num):
+    torch.manual_seed(0)
+    x = torch.randn(8 * num, 8, WIDTH)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = bb.WholeBatchLoss(embed, lambda z, x: z.mean(1).square().mean(0).std())
+    args = dict(optimizer=optimizer, batch_size=len(x), micro_batch_size=8, recompute="none", calibrate=False)
+
+    def peaks() -> tuple[bb.MemoryProfile, int, int]:
+        plan = bb.plan(model, loss_fn, x, **args)
+        profile = bb.profile(model, loss_fn, x, optimizer=optimizer, calibrate=False)
+        measured = bb.Step(model, loss_fn, optimizer, plan=plan).measure(x, 8)
+        assert plan.peak_bytes == measured
+        return profile, measured, peak_bytes(profile, [8] * num)
+
+    with drawn_twice():
+        without, measured_without, simulated_without = peaks()
+    profile, measured, simulated = peaks()
+
+    bits = 8 * WIDTH * 8 // 8  # of a sample: tokens, width, layers
+    assert (profile.masks.at(1), without.masks.at(1)) == (bits, 0)
+    kept = 8 * min(num - 1, MOST_WITH_MASKS) * bits
+    assert simulated - simulated_without == kept
+    # Those of a micro-batch are gone when its forward has run.
+    assert kept - 8 * bits <= measured - measured_without <= kept
+
+
+def test_where_the_first_graph_is_not_kept_its_masks_are():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)), torch.randn(24, WIDTH)
+
+    with CountsDraws() as counted:
+        bb.accumulate(model, coupled(), x, micro_batch_size=6, batch_norm="merge")
+
+    assert counted.num_draws == 4
+
+
+@pytest.mark.parametrize("fails_in", ["first", "second"])
+def test_nothing_is_left_on_a_layer_after_a_failure(fails_in):
+    model, x, calls = Net(), torch.randn(24, WIDTH), []
+
+    def forward(model, x):
+        calls.append(torch.is_grad_enabled())
+        if calls.count(fails_in == "second") == 3:
+            raise ValueError("mine")
+        return model(x)
+
+    with pytest.raises(ValueError, match="mine"):
+        bb.accumulate(model, coupled(forward), x, micro_batch_size=4)
+
+    assert "forward" not in vars(model.drop)
+
+
+def test_a_forward_of_the_users_on_a_layer_stays():
+    """As accelerate and others put on what they wrap."""
+    torch.manual_seed(0)
+    model, x, seen = Net(), torch.randn(24, WIDTH), []
+    mine = lambda x: seen.append(len(x)) or F.dropout(x, 0.5)  # noqa: E731
+    model.drop.forward = mine
+
+    bb.accumulate(model, coupled(), x, micro_batch_size=4)
+
+    assert model.drop.forward is mine
+    assert len(seen) == 2 * 11
+    assert layers_of(model) == []
+
+
+def test_hooks_of_a_layer_are_called_in_both_forwards():
+    model, x, seen = Net(), torch.randn(24, WIDTH), []
+    model.drop.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+
+    bb.accumulate(model, coupled(), x, micro_batch_size=4)
+
+    assert len(seen) == 2 * 11
+
+
+def test_a_forward_that_changes_its_mind_draws():
+    """It takes what fits and draws the rest, as it would without us; what it returns is its own affair."""
+    model, x, calls = Net(), torch.randn(24, WIDTH), []
+
+    def forward(model, x):
+        calls.append(len(x))
+        return model(x) if len(calls) < 7 else model.last(model.drop(model.drop(model.drop(x.repeat(1, 2))[:, :WIDTH])))
+
+    result = bb.accumulate(model, coupled(forward), x, micro_batch_size=4)
+
+    assert torch.isfinite(result.loss)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_compiled_code_is_left_alone():
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(24, WIDTH)
+    compiled = torch.compile(lambda model, x: model(x), backend="aot_eager")
+
+    result = bb.accumulate(model, coupled(compiled), x, micro_batch_size=4)
+
+    assert torch.isfinite(result.loss)
+    assert layers_of(torch.compile(model, backend="aot_eager")) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keep", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_bits_are_the_mask(dtype, keep):
+    noise = torch.empty(6, 5, 8, dtype=dtype).bernoulli_(keep)
+
+    bits = _packed(noise)
+
+    assert bits.nbytes == 6 * 5
+    assert torch.equal(_unpacked(bits, noise), noise)
