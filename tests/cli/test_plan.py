@@ -34,6 +34,7 @@ class Branching(nn.Module):
         return self.linear(x) * (1 if x.sum().item() > 0 else 2)
 
 normed = tiny_task(name="normed", model=lambda: network(norm=True), batch_size=50)
+exact = tiny_task(name="exact", model=lambda: network(norm=True), batch_size=50, batch_norm="exact")
 depends = tiny_task(name="depends", model=Branching, batch_size=50)
 """
 ESTIMATED = ("--device", "cpu", "--estimate")
@@ -175,6 +176,15 @@ def test_when_nothing_fits_the_json_says_so(plan):
     assert all(relief["saved_bytes"] > 0 for relief in found["what_else"])
     code, *_ = plan("plans_of_mine.py:task", *BATCH, "--memory-budget", f"{found['smallest_bytes']}B", *ESTIMATED)
     assert code == 0, "the smallest budget works"
+
+
+def test_when_exact_does_not_fit_merge_is_offered_with_its_cosine(plan):
+    code, out, err = plan("plans_of_mine.py:exact", *BATCH, "--memory-budget", "500kB", *ESTIMATED, "--json")
+
+    offer = r'batch_norm="merge" fits, in micro-batches of \d+ with .* has a cosine of \d\.\d{3} to that'
+    assert code == 1
+    assert re.search(f"What else would help, each by itself:\n  {offer}", err)
+    assert re.match(offer, json.loads(out)["offers"][0])
 
 
 def test_a_model_whose_memory_depends_on_numbers_is_measured(plan):

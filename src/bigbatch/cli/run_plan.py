@@ -26,6 +26,7 @@ from bigbatch.reporting.pictures import check_can_be_drawn
 from bigbatch.reporting.plan_text import Planned, plan_report
 from bigbatch.reporting.text import rendered
 from bigbatch.reporting.timeline import draw_timeline
+from bigbatch.stepping.fitting.merged_offer import offer_of_merging
 from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.stepping.fitting.sharded_plans import costs_of
 from bigbatch.stepping.step import Step
@@ -146,7 +147,7 @@ def run(wanted: Wanted, *, as_json: bool, frontier_file: Path | None, timeline_f
     try:
         chosen = _plan(planner, profile, model, wanted, budget_bytes)
     except BudgetError as error:
-        raise _nothing_fits(error, profile, model, budget_bytes, as_json=as_json) from error
+        raise _nothing_fits(error, planner, profile, model, budget_bytes, as_json=as_json) from error
     if planner.spread.is_sharded:
         profile = costs_of(profile, planner.shards, chosen)
     fastest = frontier(profile, batch_size=model.batch_size)
@@ -274,8 +275,9 @@ def _plan(planner: Planner, profile: MemoryProfile, model: _Model, wanted: Wante
 
 
 def _nothing_fits(
-    error: BudgetError, profile: MemoryProfile, model: _Model, budget_bytes: int, *, as_json: bool
+    error: BudgetError, planner: Planner, profile: MemoryProfile, model: _Model, budget_bytes: int, *, as_json: bool
 ) -> BudgetError:
+    offers = offer_of_merging(planner, model.batch_size, budget_bytes)
     if as_json:
         reliefs = what_else(profile, batch_size=model.batch_size, budget_bytes=budget_bytes)
         found = {
@@ -283,9 +285,10 @@ def _nothing_fits(
             "smallest_bytes": error.smallest_bytes,
             "budget_bytes": budget_bytes,
             "what_else": [dataclasses.asdict(relief) for relief in reliefs],
+            "offers": offers,
         }
         print(json.dumps(found, indent=2))
-    return with_advice(error, profile, model.batch_size)
+    return with_advice(error, profile, model.batch_size, offers)
 
 
 def _print(found: Planned, *, as_json: bool) -> None:

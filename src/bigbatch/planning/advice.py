@@ -71,11 +71,17 @@ def what_else(profile: MemoryProfile, *, batch_size: int, budget_bytes: int) -> 
     return tuple(sorted(found, key=lambda relief: relief.smallest_bytes))
 
 
-def with_advice(error: BudgetError, profile: MemoryProfile, batch_size: int) -> BudgetError:
-    """The error with what else would help, in its text and in its ``what_else``."""
+def with_advice(
+    error: BudgetError, profile: MemoryProfile, batch_size: int, offers: tuple[str, ...] = ()
+) -> BudgetError:
+    """The error with what else would help, in its text and in its ``what_else``.
+
+    Args:
+        offers: Known by others, in words.
+    """
     if error.budget_bytes is None or error.what_else:
         return error
-    found = tuple(map(str, what_else(profile, batch_size=batch_size, budget_bytes=error.budget_bytes)))
+    found = offers + tuple(map(str, what_else(profile, batch_size=batch_size, budget_bytes=error.budget_bytes)))
     first = "What else would help, each by itself:" if found else "Nothing else that is known here would help."
     text = "\n  ".join([f"{error}\n{first}", *found])
     return BudgetError(text, error.smallest_bytes, error.budget_bytes, found)
@@ -86,7 +92,8 @@ def smallest_bytes(profile: MemoryProfile, batch_size: int) -> int:
     smallest = profile.smallest_micro_batch
     peaks = []
     # In between, a larger micro-batch needs more; the whole batch does not keep gradients beside a second forward.
-    for size in {min([*part_sizes(batch_size, smallest), batch_size]), batch_size}:
+    parts = [] if profile.whole_batch else part_sizes(batch_size, smallest)
+    for size in {min([*parts, batch_size]), batch_size}:
         simulation = Simulation(profile, micro_batch_sizes(batch_size, size, smallest))
         peaks.append(simulation.peak_of(leanest(simulation) or ()) + simulation.workspace_bytes)
     return min(peaks)

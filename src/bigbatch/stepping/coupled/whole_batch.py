@@ -9,7 +9,7 @@ so two passes give the exact gradient: outputs without graph, the loss and $g$ o
 micro-batch with its graph and the backward from its rows of $g$. The second pass draws the random numbers of the first
 (Gao et al., 2021, https://arxiv.org/abs/2101.06983, who name it GradCache). Of one micro-batch the graph is kept while
 the loss is computed, so that of $K$ forwards $K - 1$ run twice; all of them where forwards write buffers or have
-collectives.
+collectives. On a CPU they do not draw the masks of dropout twice (``masks``).
 
 Over several ranks the outputs of all are put together between the two passes (``over_ranks``). A rank with a single
 micro-batch keeps its graph until then, and runs its forward once.

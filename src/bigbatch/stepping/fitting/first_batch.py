@@ -13,6 +13,7 @@ from bigbatch.planning.advice import with_advice
 from bigbatch.planning.costs import NOTHING, MemoryProfile
 from bigbatch.stepping.fitting import sharded_plans, sizing
 from bigbatch.stepping.fitting.footprints import planned
+from bigbatch.stepping.fitting.merged_offer import offer_of_merging
 from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.values import Plan
 
@@ -129,7 +130,8 @@ def _plan_to_be_tried(planner: Planner, profile: MemoryProfile, budget_bytes: in
         try:
             return planned(planner, profile, planner.num_samples, budget_bytes, micro_batch_size=held)
         except BudgetError as error:
-            raise with_advice(error, profile, planner.num_samples) from None
+            offers = offer_of_merging(planner, planner.num_samples, error.budget_bytes)
+            raise with_advice(error, profile, planner.num_samples, offers) from None
 
 
 def _tried(step: Step, batch: Any, plan: Plan, budget_bytes: int) -> float:

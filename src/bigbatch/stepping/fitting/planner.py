@@ -134,7 +134,8 @@ class Planner:
         Raises:
             TraceError: Fake tensors cannot follow the model.
         """
-        return profile_of(self.step, self.shadow, self.batch, price=Roofline(self.card), wanted=self._blocks)
+        found = profile_of(self.step, self.shadow, self.batch, price=Roofline(self.card), wanted=self._blocks)
+        return replace(found, whole_batch=self.pooled is not None)
 
     @cached_property
     def shards(self) -> Shards:
@@ -257,14 +258,13 @@ class Planner:
         Raises:
             BudgetError: There is none.
         """
+        budget = UNLIMITED if budget_bytes is None else budget_bytes
         if self.spread.is_sharded:
             held = {"micro_batch_size": micro_batch_size, "recompute": recompute}
-            ways, budget = ways_of(self.step), budget_bytes or UNLIMITED
-            found = plan_sharded(profile, self.shards, batch_size, budget, ways=ways, **held)
+            found = plan_sharded(profile, self.shards, batch_size, budget, ways=ways_of(self.step), **held)
             return self._finished(found, budget_bytes)
         if self.pooled is not None and (micro_batch_size is None or micro_batch_size < batch_size):
             return plan_pooled(self, profile, batch_size, budget_bytes, micro_batch_size, recompute)
-        budget = UNLIMITED if budget_bytes is None else budget_bytes
 
         def choose(target: int) -> Plan:
             return search(

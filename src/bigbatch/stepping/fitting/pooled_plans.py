@@ -17,7 +17,7 @@ from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.space import Recompute, names_held
 from bigbatch.stepping.micro_batch_loop import Accumulator
 from bigbatch.units import format_bytes
-from bigbatch.values import Plan
+from bigbatch.values import BatchNormPolicy, Plan
 
 if TYPE_CHECKING:
     from bigbatch.stepping.fitting.planner import Planner
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 
 def as_one_micro_batch(step: Step) -> Step:
     """The step as it is when the whole batch is one micro-batch; it shares all with the original."""
+    return with_batch_norm(step, "native")
+
+
+def with_batch_norm(step: Step, policy: BatchNormPolicy) -> Step:
+    """The step with another ``StepOptions.batch_norm``; it shares all else with the original."""
     twin = copy.copy(step)
-    twin.options = replace(step.options, batch_norm="native")
+    twin.options = replace(step.options, batch_norm=policy)
     twin.accumulator = Accumulator(step.model, step.accumulator.given_loss_fn, twin.options)
     twin.accumulator.most_samples = step.accumulator.most_samples
     return twin
@@ -57,8 +62,7 @@ def plan_pooled(
         if planner.device == "cpu":
             error.args = (
                 f'{error} With batch_norm="exact" all samples of the batch are there at once, and on a CPU what is '
-                f'saved has no other memory to go to. batch_norm="merge" needs less and is not the big batch: '
-                f"bb.verify says how far it turns the gradient.",
+                f"saved has no other memory to go to.",
             )
             raise
         return _within(planner, batch_size, budget_bytes, _halves(batch_size), _names(recompute), error)
@@ -83,8 +87,7 @@ def _within(
         smallest = min(smallest, needed)
     raise BudgetError(
         f'Nothing fits in {format_bytes(budget_bytes or 0)}: with batch_norm="exact" {batch_size} samples need '
-        f"{format_bytes(smallest)}, in micro-batches of {sizes[-1]} whose forwards take turns. Raise the budget, or "
-        f'give batch_norm="merge", which is not the big batch: bb.verify says how far it turns the gradient.',
+        f"{format_bytes(smallest)}, in micro-batches of {sizes[-1]} whose forwards take turns. Raise the budget.",
         smallest_bytes=int(smallest),
         budget_bytes=budget_bytes,
     )

@@ -20,6 +20,7 @@ from bigbatch.planning.space import names_held
 from bigbatch.stepping.checks import check_model, update_is_lean
 from bigbatch.stepping.fitting import sizing
 from bigbatch.stepping.fitting.footprints import planned
+from bigbatch.stepping.fitting.merged_offer import offer_of_merging
 from bigbatch.stepping.fitting.planner import UNLIMITED, Planner
 from bigbatch.stepping.fitting.shards import Sharding
 from bigbatch.stepping.step import Step
@@ -157,7 +158,8 @@ def plan(
         costs = planner.timed(num_samples, budget_bytes) if calibrate else planner.traced
         return planned(planner, costs, num_samples, budget_bytes, **held)
     except BudgetError as error:
-        raise with_advice(error, planner.traced, num_samples) from None
+        offers = offer_of_merging(planner, num_samples, budget_bytes)
+        raise with_advice(error, planner.traced, num_samples, offers) from None
     except TraceError as error:
         if not planner.can_run:
             raise
