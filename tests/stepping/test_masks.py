@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,16 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import bigbatch as bb
 from bigbatch.planning.costs import MOST_WITH_MASKS
 from bigbatch.planning.simulate import peak_bytes
-from bigbatch.stepping.coupled import first_pass
-from bigbatch.stepping.coupled.masks import Masks, _packed, _unpacked, layers_of
+from bigbatch.stepping.coupled import masks
+from bigbatch.stepping.coupled.masks import FEWEST_ENTRIES, Masks, _packed, _unpacked
+from bigbatch.stepping.coupled.whole_batch import TwoPasses
 from tests.reference import assert_same_gradients, gradients
 
 WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def _masks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors as small as those here."""
+    monkeypatch.setattr(masks, "FEWEST_ENTRIES", 8)
 
 
 def embed(model: Any, x: Tensor) -> Tensor:
@@ -74,16 +84,65 @@ def not_alike(net: Net, x: Tensor) -> Tensor:
     return net.drop(x.t()).t() + F.pad(net.drop(x[:, :5]), (0, WIDTH - 5))
 
 
+def selective(net: Net, x: Tensor) -> Tensor:
+    """A checkpoint that expects of the second forward the operations that it sees in the recomputation."""
+
+    def policy(context: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+        is_sine = op is torch.ops.aten.sin.default
+        return CheckpointPolicy.MUST_SAVE if is_sine else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(lambda x: net.drop(x.sin()), x, use_reentrant=False, context_fn=contexts)
+
+
+def in_one_of_two(with_graph: bool) -> Callable[[Net, Tensor], Tensor]:
+    """Draws beside the stream, in one of the two forwards: something that is logged, say."""
+
+    def aside(net: Net, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() is with_graph:
+            with torch.random.fork_rng(), torch.no_grad():
+                net.drop(x)
+        return net.drop(x.sin())
+
+    return aside
+
+
+def copied(net: Net, x: Tensor) -> Tensor:
+    return copy.deepcopy(net.drop)(x)
+
+
+def nested(net: Net, x: Tensor) -> Tensor:
+    return net.drop(torch.nested.as_nested_tensor(list(x))).to_padded_tensor(0.0)
+
+
+def switched(net: Net, x: Tensor) -> Tensor:
+    net.drop.p = 0.6
+    x = net.drop(x)
+    net.drop.eval()
+    x = net.drop(x)
+    net.drop.train().p = 0.3
+    return x
+
+
 BETWEEN: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "nothing": lambda net, x: x,
     "random numbers": lambda net, x: x + torch.rand_like(x),
     "normal numbers": lambda net, x: x * torch.randn(()),
     "a function": lambda net, x: F.dropout(x, 0.2),
+    "many times": lambda net, x: net.drop(net.drop(net.drop(x)).sin()),
+    "by keyword": lambda net, x: net.drop(input=x),
     "attention": attention,
     "recomputed": recomputed,
+    "selective": selective,
     "grad": differentiated,
     "vmap": mapped,
     "not alike": not_alike,
+    "aside in the first": in_one_of_two(with_graph=False),
+    "aside in the second": in_one_of_two(with_graph=True),
+    "a copy": copied,
+    "nested": nested,
+    "switched": switched,
+    "a tensor as p": lambda net, x: F.dropout(x, torch.tensor(0.3)),  # pyright: ignore[reportArgumentType]
     "a seed": lambda net, x: x + torch.rand(len(x), 1, generator=torch.Generator().manual_seed(1)),
 }
 HOW: dict[str, dict[str, Any]] = {
@@ -109,12 +168,13 @@ def drawn_twice(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.Abst
     @contextlib.contextmanager
     def block() -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(first_pass, "layers_of", lambda model: [])
+            patch.setattr(TwoPasses, "_may_keep_masks", lambda self, of: False)
             yield
 
     return block
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("options", [{}, dict(precision="bf16")], ids=["float32", "bf16"])
 def test_a_step_is_bit_for_bit_the_one_that_draws_twice(drawn_twice, between, options):
@@ -189,7 +249,7 @@ def test_masks_are_drawn_once_by_all_but_the_last_of_many_micro_batches(drawn_tw
 
 
 @pytest.mark.parametrize("num", [2, 4, 20])
-def test_bits_are_counted_by_trace_profile_and_meter(drawn_twice, num):
+def test_bytes_are_counted_by_trace_profile_and_meter(drawn_twice, num):
     torch.manual_seed(0)
     x = torch.randn(8 * num, 8, WIDTH)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(8)))
@@ -208,12 +268,34 @@ def test_bits_are_counted_by_trace_profile_and_meter(drawn_twice, num):
         without, measured_without, simulated_without = peaks()
     profile, measured, simulated = peaks()
 
-    bits = 8 * WIDTH * 8 // 8  # of a sample: tokens, width, layers
-    assert (profile.masks.at(1), without.masks.at(1)) == (bits, 0)
-    kept = 8 * min(num - 1, MOST_WITH_MASKS) * bits
-    assert simulated - simulated_without == kept
+    bits, states = 8 * WIDTH * 8 // 8, 8 * 5056  # of a sample: tokens, width, layers; of a micro-batch: layers
+    assert profile.masks == (states, bits)
+    assert without.masks == (0, 0)
+    each, most = states + 8 * bits, min(num - 1, MOST_WITH_MASKS)
+    assert simulated - simulated_without == most * each
     # Those of a micro-batch are gone when its forward has run.
-    assert kept - 8 * bits <= measured - measured_without <= kept
+    assert (most - 1) * each <= measured - measured_without <= most * each
+
+
+@pytest.mark.parametrize(("num_entries", "num_draws"), [(FEWEST_ENTRIES - 8, 7), (FEWEST_ENTRIES, 4)])
+def test_small_masks_are_drawn_again(monkeypatch, num_entries, num_draws):
+    monkeypatch.setattr(masks, "FEWEST_ENTRIES", FEWEST_ENTRIES)
+    model, x = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.2)), torch.randn(4, num_entries, 1)
+
+    with CountsDraws() as counted:
+        bb.accumulate(model, bb.WholeBatchLoss(embed, lambda z, x: z.mean().sin()), x, micro_batch_size=1)
+
+    assert counted.num_draws == num_draws
+
+
+@pytest.mark.parametrize("num_entries", [FEWEST_ENTRIES, 4 * FEWEST_ENTRIES])
+def test_all_that_is_kept_is_about_the_noise_of_one_graph(num_entries):
+    kept = Masks()
+    with kept.drawing():
+        kept.dropout(torch.ones(num_entries), 0.1)
+
+    assert kept.num_bytes == num_entries // 8 + 5056
+    assert MOST_WITH_MASKS * kept.num_bytes <= 1.1 * 4 * num_entries
 
 
 def test_where_the_first_graph_is_not_kept_its_masks_are():
@@ -239,21 +321,32 @@ def test_nothing_is_left_on_a_layer_after_a_failure(fails_in):
     with pytest.raises(ValueError, match="mine"):
         bb.accumulate(model, coupled(forward), x, micro_batch_size=4)
 
-    assert "forward" not in vars(model.drop)
+    assert F.dropout is masks._torch_dropout
+    assert masks._running.get() is None
 
 
-def test_a_forward_of_the_users_on_a_layer_stays():
-    """As accelerate and others put on what they wrap."""
+def test_dropout_of_the_users_stays(monkeypatch):
+    """Whether it takes the place of torch's function, of the layers' forward, or of that of one layer."""
     torch.manual_seed(0)
-    model, x, seen = Net(), torch.randn(24, WIDTH), []
-    mine = lambda x: seen.append(len(x)) or F.dropout(x, 0.5)  # noqa: E731
-    model.drop.forward = mine
+    x, seen = torch.randn(24, WIDTH), []
 
+    def mine(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        seen.append(len(x))
+        return x * 0.5
+
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "dropout", mine)
+        bb.accumulate(Net(), coupled(), x, micro_batch_size=4)
+        assert F.dropout is mine
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Dropout, "forward", lambda self, input: mine(input))
+        bb.accumulate(Net(), coupled(), x, micro_batch_size=4)
+    model = Net()
+    model.drop.forward = mine
     bb.accumulate(model, coupled(), x, micro_batch_size=4)
 
     assert model.drop.forward is mine
-    assert len(seen) == 2 * 11
-    assert layers_of(model) == []
+    assert len(seen) == 3 * 2 * 11
 
 
 def test_hooks_of_a_layer_are_called_in_both_forwards():
@@ -265,29 +358,59 @@ def test_hooks_of_a_layer_are_called_in_both_forwards():
     assert len(seen) == 2 * 11
 
 
-def test_a_forward_that_changes_its_mind_draws():
-    """It takes what fits and draws the rest, as it would without us; what it returns is its own affair."""
-    model, x, calls = Net(), torch.randn(24, WIDTH), []
+def test_copies_made_in_a_forward_are_plain():
+    model, x, copies = Net(), torch.randn(24, WIDTH), []
 
     def forward(model, x):
-        calls.append(len(x))
-        return model(x) if len(calls) < 7 else model.last(model.drop(model.drop(model.drop(x.repeat(1, 2))[:, :WIDTH])))
+        copies.append(copy.deepcopy(model))
+        return model(x)
 
-    result = bb.accumulate(model, coupled(forward), x, micro_batch_size=4)
+    bb.accumulate(model, coupled(forward), x, micro_batch_size=4)
 
-    assert torch.isfinite(result.loss)
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert all(vars(made.drop).keys() == vars(model.drop).keys() for made in copies)
 
 
-def test_compiled_code_is_left_alone():
+def test_a_forward_in_another_thread_draws_as_torch_does():
     torch.manual_seed(0)
-    model, x = Net(), torch.randn(24, WIDTH)
-    compiled = torch.compile(lambda model, x: model(x), backend="aot_eager")
+    model, x, found = Net(), torch.randn(24, WIDTH), []
 
-    result = bb.accumulate(model, coupled(compiled), x, micro_batch_size=4)
+    def forward(model, x):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: found.append(F.dropout(torch.ones(64)))).result()
+        return model(x)
 
-    assert torch.isfinite(result.loss)
-    assert layers_of(torch.compile(model, backend="aot_eager")) == []
+    bb.accumulate(model, coupled(forward), x, micro_batch_size=4)
+
+    assert len(found) == 11
+    assert all(set(values.tolist()) <= {0.0, 2.0} for values in found)
+
+
+@pytest.mark.parametrize("compiled", ["model", "function"])
+def test_compiled_code_is_the_same_and_as_often_compiled(drawn_twice, compiled):
+    torch.manual_seed(0)
+    model, x, made = Net(), torch.randn(40, WIDTH), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    def steps() -> tuple[Any, int]:
+        torch.compiler.reset()
+        made.clear()
+        forward = torch.compile(embed, backend=backend) if compiled == "function" else embed
+        run = torch.compile(model, backend=backend) if compiled == "model" else model
+        torch.manual_seed(5)
+        model.zero_grad()
+        for _ in range(3):
+            bb.accumulate(run, coupled(forward), x, micro_batch_size=4)
+        return gradients(model), len(made)
+
+    with drawn_twice():
+        expected, num = steps()
+    found, again = steps()
+
+    assert again == num > 0
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -179,7 +179,7 @@ class MemoryProfile(Json):
         storages: Bytes of what is saved for backward; each storage once, however many slots save it.
         slots: In the order of the forward. The first and the last are not blocks.
         outputs: Gradients of the outputs of a ``WholeBatchLoss``, by samples of the whole batch.
-        masks: Of dropout, kept between its two forwards, by samples of the micro-batches that keep them.
+        masks: Of dropout, kept between its two forwards, by samples of each micro-batch that keeps them.
         loss_bytes: Of a ``WholeBatchLoss``, the most bytes alive in the loss for so many samples of the whole batch.
         keeps_first: Whether the graph of the first micro-batch is there beside such a loss, and not made again.
         gathered: By slot, what of its lines FSDP2 needs; empty where the model is not spread over ranks.

@@ -210,7 +210,7 @@ class Simulation:
             return loss, 0  # beside all that the forward saved
         outputs = _whole(profile.outputs, num_samples)
         twice = self.sizes[1:] if profile.keeps_first else self.sizes
-        masks = _whole(profile.masks, sum(twice[:MOST_WITH_MASKS]))
+        masks = sum(_whole(profile.masks, size) for size in twice[:MOST_WITH_MASKS])
         return outputs + masks, max(0, loss - outputs)
 
     def phase(self, num_samples: int, *, is_first: bool, is_later: bool) -> Phase:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from bigbatch.batch.logical import Piece, Pieces
 from bigbatch.batch.moving import on_device
 from bigbatch.planning.costs import MOST_WITH_MASKS
-from bigbatch.stepping.coupled.masks import Masks, layers_of
+from bigbatch.stepping.coupled.masks import Masks
 from bigbatch.stepping.coupled.outputs import check_leaf, detached, named_leaves, with_leaves
 from bigbatch.stepping.generators import Generators
 from bigbatch.stepping.placing import say_where
@@ -63,7 +62,8 @@ def first_pass(
     sizes = [piece.num_samples for piece in turns if not piece.idle]
     outputs: list[Any] = [None] * len(sizes)
     before: list[Any] = [None] * len(sizes)
-    kept_masks = _masks_of(of, range(int(keeps), len(sizes))) if keeps_masks else {}
+    twice = range(int(keeps), len(sizes))[:MOST_WITH_MASKS]
+    kept_masks = {number: Masks() for number in twice} if keeps_masks else {}
     for piece in on_device([*turns[1:], turns[0]] if first_is_last else turns, of.device):
         if piece.idle:
             _run_idle(of, given, piece)
@@ -87,14 +87,6 @@ def first_pass(
         return Outputs(nesting, parts, before, kept_masks, None)
     kept, parts[0] = parts[0], [(path, detached(leaf)) for path, leaf in parts[0]]
     return Outputs(with_leaves(nesting, [leaf for _, leaf in parts[0]]), parts, before, kept_masks, kept)
-
-
-def _masks_of(of: Accumulator, numbers: Sequence[int]) -> dict[int, Masks]:
-    """Nothing yet, for each micro-batch whose masks are to be kept; of as many as may be."""
-    if of.device.type != "cpu" or of.options.dropout != "native":
-        return {}
-    layers = layers_of(of.model)
-    return {number: Masks(layers) for number in numbers[:MOST_WITH_MASKS]} if layers else {}
 
 
 def _run_idle(of: Accumulator, given: WholeBatchLoss, piece: Piece) -> None:

@@ -3,120 +3,156 @@
 On a CPU random numbers take longer than all else in dropout: about 4 ns for an entry, a quarter of the time of a small
 transformer. A card draws them while it reads, so nothing is kept there.
 
-The masks, and the random numbers of everything else, are those that torch draws: where a mask is not drawn again, the
-generator is set to where drawing it has left it. So whatever draws beside ``nn.Dropout`` (the dropout inside of
-attention, noise of the user's) finds the same in both forwards, and so does what runs a part of the second one again.
+During a step ``torch.nn.functional.dropout``, which ``nn.Dropout`` calls too, is another function; outside of the two
+forwards, in other threads and in compiled code it does what torch's does. A mask is found again by the state of the
+generator from which it was drawn, and where it is taken, the generator is set to where drawing has left it. So each
+call has the mask that torch would draw there, whatever else the second forward does, and whatever else draws (dropout
+inside of attention, noise of the user's, a part that is recomputed) finds the numbers that it would find.
 
-A mask is a bit for each entry of which the graph of a micro-batch holds four bytes of noise. As they are kept for 15
-micro-batches at most (``MOST_WITH_MASKS``), they take less than half of the noise of one, however large the batch is.
+A mask is a bit for each entry of which the graph of a micro-batch holds a number of noise, and a state of the
+generator. Small ones are drawn again; and as masks are kept for 15 micro-batches at most (``MOST_WITH_MASKS``), they
+take about as much as the noise of one in float32, or less, however large the batch is.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import has_torch_function_unary
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from bigbatch.stepping.compiled import is_compiled
+FEWEST_ENTRIES = 2**15
+"""Of a mask that is kept: its bits take 4 kB then, and a state of the generator 5 kB."""
+
+_LISTENING = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+"""Of selective checkpoints, which expect of the second forward the operations that they see in the recomputation."""
 
 _TO_BITS = 0x0102_0408_1020_4080
 _TO_BYTES = 0x0101_0101_0101_0101
 _EACH_ITS_BIT = 0x8040_2010_0804_0201 - 2**64
 _CARRY = 0x7F7F_7F7F_7F7F_7F7F
 
+_torch_dropout = F.dropout
+_running: ContextVar[Masks | None] = ContextVar("_running", default=None)
+
 
 class _Mask(NamedTuple):
-    """Which entries are kept, as bits, and the state of the generator afterwards."""
+    """Which entries are kept, as bits; of which tensor; and the state of the generator afterwards."""
 
     bits: Tensor
+    kind: tuple[torch.Size, torch.dtype, float]
     after: Tensor
 
 
 class Masks:
-    """Those of one micro-batch.
+    """Those of the two forwards of one micro-batch; see ``standing_in``."""
 
-    Args:
-        layers: Which draw them; see ``layers_of``.
-    """
-
-    def __init__(self, layers: Sequence[nn.Dropout]):
-        self._layers = layers
-        self._drawn: deque[_Mask] = deque()
+    def __init__(self) -> None:
+        self._drawn: dict[Any, _Mask] = {}
+        self._is_second = False
+        self._num_fakes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Of the bits that are kept."""
-        return sum(mask.bits.nbytes for mask in self._drawn)
+        """Of what is kept."""
+        return sum(mask.bits.nbytes + mask.after.nbytes for mask in self._drawn.values())
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Within the block, the first forward: the layers draw, and what they draw is kept."""
-        with _instead(self._layers, self._draw):
+        """Within the block, the first forward: what is drawn is kept."""
+        token = _running.set(self)
+        try:
             yield
+        finally:
+            _running.reset(token)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within the block, the second forward: the layers take what is kept, which is let go of."""
-        with _instead(self._layers, self._take):
+        """Within the block, the second forward: what is kept is taken, and let go of."""
+        self._is_second, self._num_fakes = True, 0
+        with self.drawing():
             yield
         self._drawn.clear()
 
-    def _draw(self, layer: nn.Dropout, x: Tensor) -> Tensor:
-        if not _can_be_kept(layer, x):
-            return F.dropout(x, layer.p, layer.training)
-        noise = torch.empty_like(x).bernoulli_(1 - layer.p)
-        self._drawn.append(_Mask(_packed(noise), torch.get_rng_state()))
-        return x * noise.div_(1 - layer.p)
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        """What torch's dropout returns, which divides the noise and then multiplies."""
+        place, kind = self._place_of(x), (x.shape, x.dtype, p)
+        if not self._is_second:
+            noise = torch.empty_like(x).bernoulli_(1 - p)
+            self._drawn[place] = _Mask(_packed(noise), kind, _state_beside(x))
+            return x * noise.div_(1 - p)
+        mask = self._drawn.get(place)
+        if mask is None or mask.kind != kind:
+            return _torch_dropout(x, p)
+        del self._drawn[place]
+        if not isinstance(x, FakeTensor):
+            torch.set_rng_state(mask.after)
+        return x * _unpacked(mask.bits, x).div_(1 - p)
 
-    def _take(self, layer: nn.Dropout, x: Tensor) -> Tensor:
-        # A forward that is not the same again draws, as it would without us.
-        if not _can_be_kept(layer, x) or not self._drawn or 8 * self._drawn[0].bits.numel() != x.numel():
-            return F.dropout(x, layer.p, layer.training)
-        mask = self._drawn.popleft()
-        torch.set_rng_state(mask.after)
-        return x * _unpacked(mask.bits, x).div_(1 - layer.p)
-
-
-def layers_of(model: nn.Module) -> list[nn.Dropout]:
-    """Layers on a CPU that draw masks which may be kept; none in compiled code, which is made for the layers it saw."""
-    found = [m for m in model.modules() if isinstance(m, nn.Dropout) and type(m).forward is nn.Dropout.forward]
-    drawing = [m for m in found if m.training and m.p > 0 and not m.inplace and "forward" not in vars(m)]
-    return [] if not drawing or is_compiled(model) else drawing
+    def _place_of(self, x: Tensor) -> Any:
+        """Where in the stream of random numbers this call is; one without numbers draws none, and is counted."""
+        if isinstance(x, FakeTensor):
+            self._num_fakes += 1
+            return self._num_fakes
+        # Seed, place in the block of numbers, and the first of the block (CPUGeneratorImplStateLegacy).
+        return bytes(torch.get_rng_state()[:64].tolist())
 
 
 @contextmanager
-def _instead(layers: Sequence[nn.Dropout], function: Callable[[nn.Dropout, Tensor], Tensor]) -> Iterator[None]:
-    """Within the block, what the layers do is this; their hooks are called as ever."""
+def standing_in() -> Iterator[None]:
+    """Within the block, dropout may take masks that are kept. Nothing is done where somebody has replaced it before."""
+    if F.dropout is not _torch_dropout:
+        yield
+        return
+    F.dropout = _dropout
     try:
-        for layer in layers:
-            vars(layer)["forward"] = partial(function, layer)
         yield
     finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
+        if F.dropout is _dropout:
+            F.dropout = _torch_dropout
 
 
-def _can_be_kept(layer: nn.Dropout, x: Tensor) -> bool:
-    """Whether torch draws the mask as one tensor like the input, and eight of its entries fill a byte."""
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not torch.compiler.is_compiling():
+        masks = _running.get()
+        if masks is not None and training and not inplace and _can_be_kept(input, p):
+            return masks.dropout(input, p)
+    return _torch_dropout(input, p, training, inplace)
+
+
+def _can_be_kept(x: Any, p: Any) -> bool:
+    """Whether torch draws the mask as one tensor like the input, eight of its entries fill a byte, and it pays."""
     return (
-        layer.training
-        and 0 < layer.p < 1
-        and (type(x) is Tensor or isinstance(x, FakeTensor))
+        (type(x) is Tensor or isinstance(x, FakeTensor))
         and x.device.type == "cpu"
-        and x.is_contiguous()
-        and x.numel() > 0
+        and x.layout is torch.strided
+        and not x.is_nested
+        and x.is_floating_point()
+        and x.numel() >= FEWEST_ENTRIES
         and x.numel() % 8 == 0
-        and not torch.compiler.is_compiling()
+        and x.is_contiguous()
+        and type(p) is float
+        and 0 < p < 1
+        and not has_torch_function_unary(x)
         and peek_interpreter_stack() is None  # of vmap and grad, whose tensors end with them
+        and not any(isinstance(mode, _LISTENING) for mode in _get_current_dispatch_mode_stack())
     )
+
+
+def _state_beside(x: Tensor) -> Tensor:
+    """The state of the generator, in a tensor that is counted as others are; beside a fake one, without numbers."""
+    state = torch.get_rng_state()
+    counted = torch.empty(state.numel(), dtype=torch.uint8)
+    return counted if isinstance(x, FakeTensor) else counted.copy_(state)
 
 
 def _packed(noise: Tensor) -> Tensor:

@@ -30,10 +30,12 @@ from bigbatch.batch.moving import on_device
 from bigbatch.errors import ArgumentError
 from bigbatch.memory.out_of_memory import is_out_of_memory, release
 from bigbatch.stepping.checks import why_not_called
+from bigbatch.stepping.compiled import is_compiled
 from bigbatch.stepping.coupled.batch_of_ranks import layout_of
 from bigbatch.stepping.coupled.between import Between, Numbered, check_same_again, with_gradients, with_numbers
 from bigbatch.stepping.coupled.differentiating import differentiated, plain_terms
 from bigbatch.stepping.coupled.first_pass import Leaves, Outputs, first_pass
+from bigbatch.stepping.coupled.masks import standing_in
 from bigbatch.stepping.coupled.outputs import (
     check_leaf,
     detached,
@@ -176,10 +178,12 @@ class TwoPasses:
         self._meeting = (of, pieces) if of.ranks.are_several else None
         self.has_kept = False
         try:
-            if len(listed) != 1 or not self._may_run_once(of, statistics):
-                finish = self._over_ranks if self._meeting else self._at_once
-                self._between = finish(self._outputs(of, listed, pieces, undo, statistics), of)
-            yield pieces
+            # For all of a step, so that compiled code in it sees one function.
+            with standing_in() if self._may_keep_masks(of) else nullcontext():
+                if len(listed) != 1 or not self._may_run_once(of, statistics):
+                    finish = self._over_ranks if self._meeting else self._at_once
+                    self._between = finish(self._outputs(of, listed, pieces, undo, statistics), of)
+                yield pieces
         finally:
             self._whole = self._between = self._meeting = self._kept = None
 
@@ -190,6 +194,11 @@ class TwoPasses:
         # Collectives inside the model must come in the same order on all ranks, and a forward that is run to count what
         # BatchNorm sees must come to no meeting.
         return not of.ranks.reducer.reduces_inside and not (statistics is not None and statistics.is_active)
+
+    def _may_keep_masks(self, of: Accumulator) -> bool:
+        """Whether masks of dropout are torch's, on a CPU; a compiled model draws its own."""
+        is_plain = of.device.type == "cpu" and of.options.dropout == "native"
+        return self._keeps_masks and is_plain and not is_compiled(of.model)
 
     def _may_be_last(self, of: Accumulator, pieces: list[Piece], statistics: MergedStatistics | None) -> bool:
         """Whether the first micro-batch may come after all others: it writes nothing and meets nobody."""
@@ -251,7 +260,7 @@ class TwoPasses:
     ) -> Outputs:
         """Make the first pass. Buffers are as before it, and as the second pass and the loss find and leave them."""
         start = Generators(of.device, everywhere=True)
-        run = partial(first_pass, of, self._given, pieces, keeps_masks=self._keeps_masks)
+        run = partial(first_pass, of, self._given, pieces, keeps_masks=self._may_keep_masks(of))
         first_is_last = self._may_be_last(of, listed, statistics)
         found = run(keeps=first_is_last and self.keeps_first, first_is_last=first_is_last)
         if first_is_last and undo.have_moved:

@@ -113,9 +113,10 @@ def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[st
     small, plain = _SIZES[0], Plan(micro_batch_size=_SIZES[1])
     with shadow.two_passes.without_keeping():
         records = [record, *(shadow.run((small, many - small), plain, closely=True) for many in _MANY)]
-    of_masks = _SIZES[1]
-    shadow.run((of_masks, of_masks), plain)
-    masks = shadow.two_passes.mask_bytes / (of_masks if shadow.two_passes.has_kept else 2 * of_masks)
+    of_masks = []
+    for many in _MANY:  # small masks are drawn again
+        shadow.run((many, many), plain)
+        of_masks.append((many, shadow.two_passes.mask_bytes / (1 if shadow.two_passes.has_kept else 2)))
     starts = [next(event for event in record.events if event.marks("micro-batch")) for record in records]
     num_samples = [sum(record.sizes) for record in records]
     live = [start.live_bytes - record.micro_batch_bytes for start, record in zip(starts, records, strict=True)]
@@ -125,7 +126,7 @@ def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[st
     return {
         "other_bytes": int(other_bytes - outputs * num_samples[0]),
         "outputs": Line(0.0, outputs),
-        "masks": Line(0.0, masks),
+        "masks": Line.through(*of_masks),
         "keeps_first": shadow.two_passes.has_kept,
         "loss_bytes": tuple((size, max(0.0, peak - fixed)) for size, peak in zip(num_samples, peaks, strict=True)),
     }
