@@ -6,7 +6,6 @@ measured on a few samples: those at once, within the same budget, and the same i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ def offer_of_merging(planner: Planner, batch_size: int, budget_bytes: int | None
     if planner.pooled is None or budget_bytes is None:
         return ()
     merged = with_batch_norm(planner.pooled, "merge")
-    other = Planner(merged, planner.batch, device=planner.device, card=planner.card)
+    other = Planner(merged, planner.batch, device=planner.device, card=planner.card, num_ranks=planner.spread.num_ranks)
     try:
         plan = other.plan(other.traced, batch_size, budget_bytes)
     except BigBatchError:
@@ -56,33 +55,32 @@ def _turned(planner: Planner, merged: Step, plan: Plan, budget_bytes: int) -> st
     """How far the gradient of a few samples is from that of the same at once, in words."""
     if not planner.can_run or merged.accumulator.ranks.are_several:
         return "bb.verify measures how far it turns, where the model can run by itself."
-    collate = merged.options.collate
-    for whole in _at_once(planner, plan.micro_batch_size, budget_bytes):
-        num_samples = whole.micro_batch_size
-        size = min(plan.micro_batch_size, num_samples // 2)
-        few = planner.batch_of(num_samples) if collate is None else planner.batch[:num_samples]
-        with put_back_afterwards(planner.step):
-            expected = _gradient(planner.step, few, whole)
-            found = _gradient(merged, few, replace(plan, micro_batch_size=size))
-        cosine = float(cosine_similarity(found, expected, dim=0))
-        return (
-            f"that of {num_samples} samples in micro-batches of {size} has a cosine of {cosine:.3f} to that of these "
-            f"samples at once."
-        )
-    return "how far it turns cannot be measured within this budget. bb.verify needs more memory, and tells."
+    whole = _at_once(planner, plan.micro_batch_size, budget_bytes)
+    if whole is None:
+        return "how far it turns cannot be measured within this budget. bb.verify needs more memory, and tells."
+    num_samples = whole.micro_batch_size
+    size = min(plan.micro_batch_size, num_samples // 2)
+    few = planner.batch_of(num_samples) if merged.options.collate is None else planner.batch[:num_samples]
+    with put_back_afterwards(planner.step):
+        expected = _gradient(planner.step, few, whole)
+        found = _gradient(merged, few, replace(plan, micro_batch_size=size))
+    cosine = float(cosine_similarity(found, expected, dim=0))
+    return (
+        f"that of {num_samples} samples in micro-batches of {size} has a cosine of {cosine:.3f} to that of these "
+        f"samples at once."
+    )
 
 
-def _at_once(planner: Planner, size: int, budget_bytes: int) -> Iterator[Plan]:
-    """Plans that run a few micro-batches of this size at once, or of smaller ones; the most samples first."""
+def _at_once(planner: Planner, size: int, budget_bytes: int) -> Plan | None:
+    """The plan that runs a few micro-batches of this size at once, or of a smaller one; None where nothing fits."""
     room = min(budget_bytes, free_bytes(planner.step.accumulator.device))
     num_samples = min(_MOST_MICRO_BATCHES * size, planner.num_samples)
     while num_samples >= 2 * planner.traced.smallest_micro_batch:
         try:
-            yield planner.plan(planner.traced, num_samples, room, micro_batch_size=num_samples)
+            return planner.plan(planner.traced, num_samples, room, micro_batch_size=num_samples)
         except BudgetError:
             num_samples //= 2
-        else:
-            return
+    return None
 
 
 def _gradient(step: Step, batch: Any, plan: Plan) -> torch.Tensor:
