@@ -15,12 +15,13 @@ Result = TypeVar("Result")
 
 
 def in_process_group_of_one(function: Callable[[], Result]) -> Result:
-    """What a function returns that runs in a gloo group of this process.
+    """Run a function in a gloo group of this process alone, and return what it returns.
 
-    The group ends after all that the function has made. If a DDP wrapper outlives it, ``~Reducer`` ends the group while
-    it holds the interpreter's lock, and waits for gloo's threads; one of them may wait for that lock, to let go of what
-    was set for the thread when the reduction began, such as hooks for saved tensors (seen in torch 2.13.0: one in a
-    thousand hung so, where no signal and no time limit in Python reaches).
+    Whatever the function makes is gone before the group ends. A DDP wrapper that outlives the group destroys it from
+    ``~Reducer``, which holds the interpreter's lock while it waits for gloo's threads; one of these may wait for that
+    lock, to let go of what was set for the thread when the reduction began, such as hooks for saved tensors
+    (https://github.com/pytorch/pytorch/issues/56297). In torch 2.13.0 one run in about a thousand hung so, where no
+    signal and no time limit in Python reaches.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = "file://" + os.path.join(folder, "store")
@@ -28,7 +29,7 @@ def in_process_group_of_one(function: Callable[[], Result]) -> Result:
         try:
             return function()
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)
+            traceback.clear_frames(error.__traceback__)  # they hold the wrapper; a failing test shows no values
             raise
         finally:
             gc.collect()

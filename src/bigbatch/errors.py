@@ -88,7 +88,8 @@ class BudgetError(BigBatchError, MemoryError):
     Attributes:
         smallest_bytes: The smallest peak that was found, in bytes; None when even that ran out of memory.
         budget_bytes: The budget it was held against, in bytes; None when that was all the memory there is.
-        what_else: What else would help, each a sentence with its bytes, the most helpful first.
+        what_else: What else would help, each a sentence: another ``batch_norm`` that would fit, then the most
+            helpful first, with its bytes.
     """
 
     def __init__(

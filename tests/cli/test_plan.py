@@ -181,7 +181,7 @@ def test_when_nothing_fits_the_json_says_so(plan):
 def test_when_exact_does_not_fit_merge_is_offered_with_its_cosine(plan):
     code, out, err = plan("plans_of_mine.py:exact", *BATCH, "--memory-budget", "500kB", *ESTIMATED, "--json")
 
-    offer = r'batch_norm="merge" fits, in micro-batches of \d+ with .* has a cosine of \d\.\d{3} to that'
+    offer = r'batch_norm="merge" fits, in micro-batches of \d+ .* has a cosine of \d\.\d{3} to that'
     assert code == 1
     assert re.search(f"What else would help, each by itself:\n  {offer}", err)
     assert re.match(offer, json.loads(out)["offers"][0])

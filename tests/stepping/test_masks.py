@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,24 +14,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import bigbatch as bb
-from bigbatch.planning.costs import MOST_WITH_MASKS
+from bigbatch.memory.measure import LiveBytes
+from bigbatch.planning import costs
+from bigbatch.planning.costs import MOST_WITH_MASKS, STATE_BYTES
 from bigbatch.planning.simulate import peak_bytes
 from bigbatch.stepping.coupled import masks
-from bigbatch.stepping.coupled.masks import FEWEST_ENTRIES, Masks, _packed, _unpacked
+from bigbatch.stepping.coupled.masks import Masks, _packed, _unpacked
 from bigbatch.stepping.coupled.whole_batch import TwoPasses
 from tests.reference import assert_same_gradients, gradients
 
-WIDTH = 16
+WIDTH, FEWEST = 16, 2**15
 
 
 @pytest.fixture(autouse=True)
 def _masks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors as small as those here."""
-    monkeypatch.setattr(masks, "FEWEST_ENTRIES", 8)
+    monkeypatch.setattr(costs, "FEWEST_ENTRIES", 8)
 
 
 def embed(model: Any, x: Tensor) -> Tensor:
@@ -81,7 +87,8 @@ def mapped(net: Net, x: Tensor) -> Tensor:
 
 def not_alike(net: Net, x: Tensor) -> Tensor:
     """Another number of entries than fills bytes, and another order of dimensions."""
-    return net.drop(x.t()).t() + F.pad(net.drop(x[:, :5]), (0, WIDTH - 5))
+    odd = net.drop(x[:3, :5].contiguous())
+    return net.drop(x.t()).t() + F.pad(odd, (0, WIDTH - 5, 0, len(x) - len(odd)))
 
 
 def selective(net: Net, x: Tensor) -> Tensor:
@@ -115,6 +122,50 @@ def nested(net: Net, x: Tensor) -> Tensor:
     return net.drop(torch.nested.as_nested_tensor(list(x))).to_padded_tensor(0.0)
 
 
+def traced(net: Net, x: Tensor) -> Tensor:
+    """Whoever notes operations must see those of torch's dropout."""
+    return x + make_fx(lambda x: F.dropout(x, 0.3))(x)(x)
+
+
+def with_fakes(net: Net, x: Tensor) -> Tensor:
+    """As who asks for a shape."""
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(x.detach())
+    with mode:
+        shape = net.drop(fake).shape
+    return net.drop(x).view(shape)
+
+
+def scripted(net: Net, x: Tensor) -> Tensor:
+    def dropped(x: Tensor) -> Tensor:  # another one each time, or what was made before is taken
+        return F.dropout(x, 0.3, True, False)
+
+    return torch.jit.script(dropped)(x)
+
+
+torchs = F.dropout
+
+
+class SeesDropout(TorchFunctionMode):
+    """Takes the place of dropout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] * 0.5 if func is torchs else func(*args, **(kwargs or {}))
+
+
+def seen_by_a_mode(net: Net, x: Tensor) -> Tensor:
+    with SeesDropout():
+        return net.drop(x)
+
+
+def normal_left_over(net: Net, x: Tensor) -> Tensor:
+    """Torch draws normal numbers in pairs, and using the second one leaves the stream where it is."""
+    left = torch.randn(())
+    if torch.is_grad_enabled():
+        torch.randn(())
+    return net.drop(x) * torch.randn(()) + left
+
+
 def switched(net: Net, x: Tensor) -> Tensor:
     net.drop.p = 0.6
     x = net.drop(x)
@@ -140,13 +191,19 @@ BETWEEN: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "aside in the first": in_one_of_two(with_graph=False),
     "aside in the second": in_one_of_two(with_graph=True),
     "a copy": copied,
+    "make_fx": traced,
+    "script": scripted,
+    "fakes": with_fakes,
+    "a mode": seen_by_a_mode,
+    "a normal left over": normal_left_over,
+    "another p in the second": lambda net, x: F.dropout(x, 0.2 if torch.is_grad_enabled() else 0.4),
     "nested": nested,
     "switched": switched,
     "a tensor as p": lambda net, x: F.dropout(x, torch.tensor(0.3)),  # pyright: ignore[reportArgumentType]
     "a seed": lambda net, x: x + torch.rand(len(x), 1, generator=torch.Generator().manual_seed(1)),
 }
 HOW: dict[str, dict[str, Any]] = {
-    "float32": {},
+    "plain": {},
     "in place": dict(inplace=True),
     "all": dict(p=1.0),
     "none": dict(p=0.0),
@@ -174,6 +231,7 @@ def drawn_twice(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.Abst
     return block
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("options", [{}, dict(precision="bf16")], ids=["float32", "bf16"])
@@ -183,8 +241,10 @@ def test_a_step_is_bit_for_bit_the_one_that_draws_twice(drawn_twice, between, op
     with drawn_twice():
         expected = after_a_step(model, x, 4, **options)
 
-    found = after_a_step(model, x, 4, **options)
+    with CountsDraws() if between == "nothing" else contextlib.nullcontext() as counted:
+        found = after_a_step(model, x, 4, **options)
 
+    assert counted is None or counted.num_draws == 12, "each of two layers once in each of six micro-batches"
     assert all(torch.equal(found[0][name], grad) for name, grad in expected[0].items())
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2]), "the generator is where drawing twice leaves it"
@@ -201,6 +261,7 @@ def test_layers_of_other_kinds_and_other_cuts(drawn_twice, how, size):
     found = after_a_step(model, x, size)
 
     assert all(torch.equal(found[0][name], grad) for name, grad in expected[0].items())
+    assert torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
 
 
@@ -268,18 +329,34 @@ def test_bytes_are_counted_by_trace_profile_and_meter(drawn_twice, num):
         without, measured_without, simulated_without = peaks()
     profile, measured, simulated = peaks()
 
-    bits, states = 8 * WIDTH * 8 // 8, 8 * 5056  # of a sample: tokens, width, layers; of a micro-batch: layers
-    assert profile.masks == (states, bits)
-    assert without.masks == (0, 0)
+    bits, states = 8 * WIDTH * 8 // 8, 8 * STATE_BYTES  # of a sample: tokens, width, layers; of a micro-batch: layers
+    assert profile.masks == ((0, 8 * WIDTH),) * 8
+    assert without.masks == ()
     each, most = states + 8 * bits, min(num - 1, MOST_WITH_MASKS)
     assert simulated - simulated_without == most * each
     # Those of a micro-batch are gone when its forward has run.
     assert (most - 1) * each <= measured - measured_without <= most * each
 
 
-@pytest.mark.parametrize(("num_entries", "num_draws"), [(FEWEST_ENTRIES - 8, 7), (FEWEST_ENTRIES, 4)])
-def test_small_masks_are_drawn_again(monkeypatch, num_entries, num_draws):
-    monkeypatch.setattr(masks, "FEWEST_ENTRIES", FEWEST_ENTRIES)
+@pytest.mark.parametrize(("size", "is_kept"), [(255, False), (256, True), (2048, True)])
+def test_a_profile_knows_from_which_size_on_masks_are_kept(monkeypatch, size, is_kept):
+    monkeypatch.setattr(costs, "FEWEST_ENTRIES", FEWEST)
+    model = nn.Sequential(nn.Linear(WIDTH, FEWEST // 256), nn.Dropout(0.1), nn.Linear(FEWEST // 256, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = bb.profile(model, coupled(), torch.randn(8, WIDTH), optimizer=optimizer, calibrate=False)
+
+    found = peak_bytes(profile, [size] * 3) - peak_bytes(dataclasses.replace(profile, masks=()), [size] * 3)
+
+    assert found == (2 * (size * FEWEST // 256 // 8 + STATE_BYTES) if is_kept else 0)
+
+
+def test_masks_are_kept_from_32768_entries_on():
+    assert costs.FEWEST_ENTRIES in (8, FEWEST), "changed for tests, and by nothing that is imported"
+
+
+@pytest.mark.parametrize(("num_entries", "num_draws"), [(FEWEST - 8, 7), (FEWEST, 4), (FEWEST + 4, 7)])
+def test_small_masks_and_those_that_fill_no_bytes_are_drawn_again(monkeypatch, num_entries, num_draws):
+    monkeypatch.setattr(costs, "FEWEST_ENTRIES", FEWEST)
     model, x = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.2)), torch.randn(4, num_entries, 1)
 
     with CountsDraws() as counted:
@@ -288,14 +365,18 @@ def test_small_masks_are_drawn_again(monkeypatch, num_entries, num_draws):
     assert counted.num_draws == num_draws
 
 
-@pytest.mark.parametrize("num_entries", [FEWEST_ENTRIES, 4 * FEWEST_ENTRIES])
-def test_all_that_is_kept_is_about_the_noise_of_one_graph(num_entries):
-    kept = Masks()
-    with kept.drawing():
-        kept.dropout(torch.ones(num_entries), 0.1)
+@pytest.mark.parametrize(("num_entries", "least", "most"), [(FEWEST, 1.0, 1.1), (128 * FEWEST, 0.4, 0.5)])
+def test_all_that_is_kept_is_half_to_all_of_the_noise_of_one_graph(num_entries, least, most):
+    live, x = LiveBytes(), torch.ones(num_entries)
+    live.track(x)
+    with live:
+        before, kept = live.current_bytes(), Masks()
+        with kept.drawing():
+            kept.dropout(x, 0.1)
+        num_bytes = live.current_bytes() - before
 
-    assert kept.num_bytes == num_entries // 8 + 5056
-    assert MOST_WITH_MASKS * kept.num_bytes <= 1.1 * 4 * num_entries
+    assert num_bytes == costs.mask_bytes(num_entries) == num_entries // 8 + STATE_BYTES
+    assert least <= MOST_WITH_MASKS * num_bytes / (4 * num_entries) <= most
 
 
 def test_where_the_first_graph_is_not_kept_its_masks_are():
@@ -309,7 +390,7 @@ def test_where_the_first_graph_is_not_kept_its_masks_are():
 
 
 @pytest.mark.parametrize("fails_in", ["first", "second"])
-def test_nothing_is_left_on_a_layer_after_a_failure(fails_in):
+def test_dropout_is_torchs_again_after_a_failure(fails_in):
     model, x, calls = Net(), torch.randn(24, WIDTH), []
 
     def forward(model, x):
@@ -358,31 +439,33 @@ def test_hooks_of_a_layer_are_called_in_both_forwards():
     assert len(seen) == 2 * 11
 
 
-def test_copies_made_in_a_forward_are_plain():
-    model, x, copies = Net(), torch.randn(24, WIDTH), []
-
-    def forward(model, x):
-        copies.append(copy.deepcopy(model))
-        return model(x)
-
-    bb.accumulate(model, coupled(forward), x, micro_batch_size=4)
-
-    assert all(vars(made.drop).keys() == vars(model.drop).keys() for made in copies)
-
-
-def test_a_forward_in_another_thread_draws_as_torch_does():
+def test_another_thread_is_not_in_the_forward():
+    """Where it calls dropout, it is torch's."""
     torch.manual_seed(0)
     model, x, found = Net(), torch.randn(24, WIDTH), []
 
     def forward(model, x):
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: found.append(F.dropout(torch.ones(64)))).result()
+            found.append((masks._running.get() is not None, pool.submit(masks._running.get).result()))
         return model(x)
 
     bb.accumulate(model, coupled(forward), x, micro_batch_size=4)
 
-    assert len(found) == 11
-    assert all(set(values.tolist()) <= {0.0, 2.0} for values in found)
+    assert found == [(True, None)] * 5 + [(False, None)] + [(True, None)] * 5
+
+
+def test_dropout_that_a_forward_puts_there_stays(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(F, "dropout", F.dropout)  # torch's again after the test
+    mine = lambda x, *args, **keywords: x  # noqa: E731
+
+    def forward(model, x):
+        F.dropout = mine
+        return model(x)
+
+    bb.accumulate(Net(), coupled(forward), torch.randn(24, WIDTH), micro_batch_size=4)
+
+    assert F.dropout is mine
 
 
 @pytest.mark.parametrize("compiled", ["model", "function"])

@@ -38,8 +38,9 @@ def smallest_of_exact(model: nn.Module, batch: Batch, optimizer: torch.optim.Opt
 def offer_of(error: bb.BudgetError) -> tuple[int, int, int, float]:
     """Samples in a micro-batch of the plan; samples taken, in which micro-batches, and the cosine."""
     found = re.match(
-        r'batch_norm="merge" fits, in micro-batches of (\d+) with a peak of .*, and is another gradient: that of (\d+) '
-        r"samples in micro-batches of (\d+) has a cosine of (\d\.\d{3}) to that of these samples at once\.$",
+        r'batch_norm="merge" fits, in micro-batches of (\d+)(?: with \d+ modules? recomputed)? and a peak of .*, and '
+        r"is another gradient: that of (\d+) samples in micro-batches of (\d+) has a cosine of (\d\.\d{3}) to that of "
+        r"these samples at once\.$",
         error.what_else[0],
     )
     assert found, error.what_else[0]
@@ -131,9 +132,55 @@ def test_where_the_model_cannot_run_nothing_is_measured():
         bb.plan(on_meta, loss_fn, batch, memory_budget=budget, device="cpu", **plan)
 
     assert re.match(
-        r'batch_norm="merge" fits, in micro-batches of \d+ .*: bb.verify measures how far it turns, where',
+        r'batch_norm="merge" fits, in micro-batches of \d+ .*: how far it turns is not measured here',
         caught.value.what_else[0],
     )
+
+
+def offered(model: nn.Module, batch: Batch, loss_fn: Any = loss_fn, **more: Any) -> bb.BudgetError:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = smallest_of_exact(model, batch, optimizer) // 2
+    with pytest.raises(bb.BudgetError, match="No plan fits") as caught:
+        bb.plan(model, loss_fn, batch, memory_budget=budget, **{**plan_of(optimizer), **more})
+    return caught.value
+
+
+def test_dropout_is_no_part_of_the_cosine():
+    """Its masks are the same on both sides, whatever the cut; else it would turn the gradient more than BatchNorm."""
+    model, batch, _ = world()
+    found = []
+    for p in (0.0, 0.5):
+        torch.manual_seed(0)
+        found.append(offer_of(offered(nn.Sequential(nn.Dropout(p), copy.deepcopy(model)), batch))[3])
+
+    assert found[1] == pytest.approx(found[0], abs=0.02)
+
+
+def test_a_gradient_of_zero_has_no_cosine():
+    model, batch, _ = world()
+
+    error = offered(model, batch, lambda model, batch: 0 * loss_fn(model, batch))
+
+    assert "how far it turns could not be measured (the gradient is zero or not finite)" in error.what_else[0]
+
+
+def test_too_few_samples_to_measure():
+    model, batch, _ = world()
+    few = batch[0][:3], batch[1][:3]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = smallest_of_exact(model, batch, optimizer) // 2
+
+    with pytest.raises(bb.BudgetError, match="No plan fits") as caught:
+        bb.plan(model, loss_fn, few, batch_size=NUM_SAMPLES, memory_budget=budget, **plan_of(optimizer))
+
+    assert "could not be measured: there are too few samples, or memory for them" in caught.value.what_else[0]
+
+
+@pytest.mark.parametrize("held", [dict(micro_batch_size=NUM_SAMPLES), dict(recompute="none")])
+def test_what_is_held_is_not_offered_otherwise(held):
+    model, batch, _ = world()
+
+    assert not any("merge" in text for text in offered(model, batch, **held).what_else)
 
 
 def test_a_step_that_asks_for_merge_is_offered_nothing():

@@ -615,7 +615,7 @@ def test_after_a_failure_all_is_as_it_was(place, error, on_host):
 def test_ctrl_c_ends_all(request):
     import _thread
 
-    # A shell has it ignored in what it runs in the background.
+    # A shell starts what runs in the background with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
 

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bigbatch as bb
-from bigbatch.stepping.coupled import masks
 
 BATCH_SIZE = 12
 MICRO_BATCH_SIZE = 4
@@ -96,9 +95,6 @@ def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, NUM_CLASSES)
     )
-
-
-masks.FEWEST_ENTRIES = 8  # of tensors as small as those here
 
 
 def with_dropout() -> nn.Module:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from bigbatch.verification.comparison import Comparison, cosine, relative_differences
+from bigbatch.stepping.cosine import cosine
+from bigbatch.verification.comparison import Comparison, relative_differences
 
 
 def test_a_difference_is_relative_to_its_parameter():

@@ -147,7 +147,9 @@ def run(wanted: Wanted, *, as_json: bool, frontier_file: Path | None, timeline_f
     try:
         chosen = _plan(planner, profile, model, wanted, budget_bytes)
     except BudgetError as error:
-        raise _nothing_fits(error, planner, profile, model, budget_bytes, as_json=as_json) from error
+        held = wanted.micro_batch_size, wanted.found_recompute()
+        offers = offer_of_merging(planner, model.batch_size, budget_bytes, *held)
+        raise _nothing_fits(error, offers, profile, model, budget_bytes, as_json) from error
     if planner.spread.is_sharded:
         profile = costs_of(profile, planner.shards, chosen)
     fastest = frontier(profile, batch_size=model.batch_size)
@@ -275,9 +277,8 @@ def _plan(planner: Planner, profile: MemoryProfile, model: _Model, wanted: Wante
 
 
 def _nothing_fits(
-    error: BudgetError, planner: Planner, profile: MemoryProfile, model: _Model, budget_bytes: int, *, as_json: bool
+    error: BudgetError, offers: tuple[str, ...], profile: MemoryProfile, model: _Model, budget_bytes: int, as_json: bool
 ) -> BudgetError:
-    offers = offer_of_merging(planner, model.batch_size, budget_bytes)
     if as_json:
         reliefs = what_else(profile, batch_size=model.batch_size, budget_bytes=budget_bytes)
         found = {

@@ -77,7 +77,8 @@ def with_advice(
     """The error with what else would help, in its text and in its ``what_else``.
 
     Args:
-        offers: Known by others, in words.
+        offers: Sentences that go before the others: what only the caller can know, such as another ``batch_norm`` that
+            fits.
     """
     if error.budget_bytes is None or error.what_else:
         return error

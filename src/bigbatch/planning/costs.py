@@ -34,7 +34,18 @@ class Line(NamedTuple):
 
 NOTHING = Line()
 MOST_WITH_MASKS = 15
-"""Micro-batches of a loss of the whole batch whose masks of dropout are kept from the first forward to the second."""
+"""At most so many micro-batches of a ``WholeBatchLoss`` keep masks of dropout for their second forward. The step obeys
+it, and the simulation prices it; so too with the next two."""
+FEWEST_ENTRIES = 2**15
+"""Of a mask that is kept: its bits take 4 kB then, and a state of the generator 5 kB."""
+STATE_BYTES = 5056
+"""Of a state of torch's generator on a CPU."""
+
+
+def mask_bytes(num_entries: int) -> int:
+    """Of a mask that is kept as bits, with the state of the generator after it; 0 where it is drawn again."""
+    is_kept = num_entries >= FEWEST_ENTRIES and num_entries % 8 == 0
+    return num_entries // 8 + STATE_BYTES if is_kept else 0
 
 
 class Gathered(NamedTuple):
@@ -142,7 +153,7 @@ _READERS: dict[str, Any] = {
     "batch": _line,
     "workspace": _line,
     "outputs": _line,
-    "masks": _line,
+    "masks": lambda values: tuple(map(_line, values)),
     "loss_bytes": lambda values: tuple((int(size), num_bytes) for size, num_bytes in values),
     "storages": lambda values: tuple(map(_line, values)),
     "gathered": lambda values: tuple(Gathered(*value) for value in values),
@@ -179,7 +190,7 @@ class MemoryProfile(Json):
         storages: Bytes of what is saved for backward; each storage once, however many slots save it.
         slots: In the order of the forward. The first and the last are not blocks.
         outputs: Gradients of the outputs of a ``WholeBatchLoss``, by samples of the whole batch.
-        masks: Of dropout, kept between its two forwards, by samples of each micro-batch that keeps them.
+        masks: Entries of the masks of dropout that a micro-batch may keep for its second forward (``mask_bytes``).
         loss_bytes: Of a ``WholeBatchLoss``, the most bytes alive in the loss for so many samples of the whole batch.
         keeps_first: Whether the graph of the first micro-batch is there beside such a loss, and not made again.
         gathered: By slot, what of its lines FSDP2 needs; empty where the model is not spread over ranks.
@@ -214,7 +225,7 @@ class MemoryProfile(Json):
     storages: tuple[Line, ...] = ()
     slots: tuple[Slot, ...] = ()
     outputs: Line = NOTHING
-    masks: Line = NOTHING
+    masks: tuple[Line, ...] = ()
     loss_bytes: tuple[tuple[int, float], ...] = ()
     keeps_first: bool = False
     gathered: tuple[Gathered, ...] = ()

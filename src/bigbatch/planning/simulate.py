@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bigbatch.planning.chain import WHOLE, Chain, Segment
-from bigbatch.planning.costs import MOST_WITH_MASKS, Line, MemoryProfile
+from bigbatch.planning.costs import MOST_WITH_MASKS, Line, MemoryProfile, mask_bytes
 from bigbatch.planning.naming import segments_of
 from bigbatch.planning.prices import Prices
 from bigbatch.planning.seconds import part_seconds, recompute_seconds, seconds_without_recompute
@@ -210,7 +210,8 @@ class Simulation:
             return loss, 0  # beside all that the forward saved
         outputs = _whole(profile.outputs, num_samples)
         twice = self.sizes[1:] if profile.keeps_first else self.sizes
-        masks = sum(_whole(profile.masks, size) for size in twice[:MOST_WITH_MASKS])
+        entries = (_whole(line, size) for size in twice[:MOST_WITH_MASKS] for line in profile.masks)
+        masks = sum(map(mask_bytes, entries))
         return outputs + masks, max(0, loss - outputs)
 
     def phase(self, num_samples: int, *, is_first: bool, is_later: bool) -> Phase:

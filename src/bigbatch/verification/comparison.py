@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from bigbatch.stepping.cosine import norm_of, wide
 from bigbatch.units import format_count
 from bigbatch.values import Json
 
@@ -95,7 +96,7 @@ def relative_differences(
             counts for has a gradient may depend on the cut.
         expected: At least one.
     """
-    norms = {name: _norm(value) for name, value in expected.items()}
+    norms = {name: norm_of(value) for name, value in expected.items()}
     floor = 1e-3 * math.sqrt(sum(norm**2 for norm in norms.values()) / len(norms))
     differences = {
         name: _ratio(_distance(found[name], value), max(norms[name], floor)) for name, value in expected.items()
@@ -103,28 +104,10 @@ def relative_differences(
     return dict(sorted(differences.items(), key=lambda item: -item[1]))
 
 
-def cosine(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> float:
-    """Between two gradients by the same names, each as one vector; 0 where one is zero or not finite."""
-    both = [(a, expected[name]) for name, a in found.items()]
-    product = sum(float((_wide(a) * _wide(b)).sum()) for a, b in both if a is not None and b is not None)
-    norms = (math.sqrt(sum(_norm(value) ** 2 for value in values)) for values in zip(*both, strict=True))
-    size = math.prod(norms)
-    return product / size if size > 0 and math.isfinite(product) and math.isfinite(size) else 0.0
-
-
-def _norm(value: torch.Tensor | None) -> float:
-    return 0.0 if value is None else float(_wide(value).norm())
-
-
 def _distance(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
     if found is None or expected is None:
-        return _norm(expected if found is None else found)
-    return float((_wide(found) - _wide(expected)).norm())
-
-
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return (value.to_dense() if value.is_sparse else value).double()
+        return norm_of(expected if found is None else found)
+    return float((wide(found) - wide(expected)).norm())
 
 
 def _ratio(difference: float, size: float) -> float:

@@ -14,15 +14,12 @@ from torch import nn
 
 from bigbatch.batch.logical import num_samples_of
 from bigbatch.batch.resizing import micro_batch_of
-from bigbatch.errors import BigBatchError
-from bigbatch.memory.out_of_memory import is_out_of_memory
+from bigbatch.stepping.cosine import MOST_MICRO_BATCHES, cosine, why_not_measured
 from bigbatch.stepping.exactness import EXACT_BATCH_NORM, EXACT_WITH_WHOLE_BATCH_LOSS
 from bigbatch.stepping.normalization import batchnorm
 from bigbatch.values import StepOptions
-from bigbatch.verification.comparison import cosine
 from bigbatch.verification.runs import Runs, untouched
 
-_MOST_MICRO_BATCHES = 4
 _NEAR = 0.99
 
 
@@ -86,7 +83,7 @@ def nearness(
         num_samples = num_samples_of(batch, options)
         if num_samples <= micro_batch_size:
             return None
-        taken = min(num_samples, _MOST_MICRO_BATCHES * micro_batch_size)
+        taken = min(num_samples, MOST_MICRO_BATCHES * micro_batch_size)
         few = batch[:taken] if options.collate is not None else micro_batch_of(batch, taken, options)
         with untouched(model):
             runs = Runs(model, loss_fn, few, options, torch.float32)
@@ -94,7 +91,4 @@ def nearness(
             found = cosine(runs.cut(micro_batch_size).gradients, runs.whole().gradients)
         return Nearness(policy, found, taken, micro_batch_size, remedy=remedy)
     except Exception as error:
-        if not isinstance(error, BigBatchError | TypeError | RuntimeError) and not is_out_of_memory(error):
-            raise
-        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return Nearness(policy, None, 0, micro_batch_size, why=why, remedy=remedy)
+        return Nearness(policy, None, 0, micro_batch_size, why=why_not_measured(error), remedy=remedy)

@@ -13,12 +13,13 @@ from torch import nn
 from bigbatch.batch.sizes import sizes_without_rest_of_one, smallest_without_single
 from bigbatch.errors import ArgumentError, BatchError, BigBatchError, OptionError
 from bigbatch.stepping.checks import check_loss_fn, check_model, num_ranks
+from bigbatch.stepping.cosine import cosine
 from bigbatch.stepping.generators import Generators
 from bigbatch.stepping.normalization import batchnorm
 from bigbatch.stepping.placing import is_of_a_single_value
 from bigbatch.values import StepOptions, check_positive
 from bigbatch.verification import reasons
-from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, DType, cosine, relative_differences
+from bigbatch.verification.comparison import MAX_DIFFERENCE, Comparison, DType, relative_differences
 from bigbatch.verification.runs import Found, Runs, check_can_be_run_at_once, untouched
 
 

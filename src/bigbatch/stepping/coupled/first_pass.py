@@ -51,9 +51,9 @@ def first_pass(
         given: The loss.
         pieces: The micro-batches; they know their numbers.
         keeps: Keep the graph of the first one.
-        keeps_masks: Keep masks of dropout, of some.
-        first_is_last: Run the first one after all others, so that no forward is beside its graph. Without a graph too:
-            random numbers are drawn in this order.
+        keeps_masks: Keep masks of dropout of ``MOST_WITH_MASKS`` micro-batches that run again, at most.
+        first_is_last: Run the first one after all others, so that no forward is beside its graph. So also where no
+            graph is kept, because the order decides which random numbers each draws.
 
     Raises:
         LossError: An output is neither per sample nor a declared sum.

@@ -9,7 +9,7 @@ so two passes give the exact gradient: outputs without graph, the loss and $g$ o
 micro-batch with its graph and the backward from its rows of $g$. The second pass draws the random numbers of the first
 (Gao et al., 2021, https://arxiv.org/abs/2101.06983, who name it GradCache). Of one micro-batch the graph is kept while
 the loss is computed, so that of $K$ forwards $K - 1$ run twice; all of them where forwards write buffers or have
-collectives. On a CPU they do not draw the masks of dropout twice (``masks``).
+collectives. On a CPU the second forward takes the larger masks of dropout from the first (``masks``).
 
 Over several ranks the outputs of all are put together between the two passes (``over_ranks``). A rank with a single
 micro-batch keeps its graph until then, and runs its forward once.
@@ -126,12 +126,12 @@ class TwoPasses:
         keeps_first: Whether the graph of the first micro-batch may be kept from the first pass; no more when memory ran
             out in the loss beside it.
         has_kept: It was, in the last step.
-        mask_bytes: Of the masks of dropout that were kept, in the last step.
+        mask_entries: Of each mask of dropout that the last micro-batch of the last step might keep.
     """
 
     def __init__(self, given: WholeBatchLoss, precision: Precision):
         self.keeps_first, self.has_kept = True, False
-        self.mask_bytes = 0
+        self.mask_entries: list[int] = []
         self._keeps_masks = True
         self._in_order = False  # because forwards write buffers
         self._given = given
@@ -143,12 +143,13 @@ class TwoPasses:
 
     @contextmanager
     def without_keeping(self) -> Iterator[None]:
-        """Within the block the first micro-batch runs as the others do, forward and all, and all masks are drawn."""
-        before, self.keeps_first, self._keeps_masks = self.keeps_first, False, False
+        """Within the block the first micro-batch runs as the others do, forward and all, and no mask is kept."""
+        before = self.keeps_first, self._keeps_masks
+        self.keeps_first = self._keeps_masks = False
         try:
             yield
         finally:
-            self.keeps_first, self._keeps_masks = before, True
+            self.keeps_first, self._keeps_masks = before
 
     @property
     def is_idle(self) -> bool:
@@ -178,7 +179,8 @@ class TwoPasses:
         self._meeting = (of, pieces) if of.ranks.are_several else None
         self.has_kept = False
         try:
-            # For all of a step, so that compiled code in it sees one function.
+            # For all of a step, so that compiled code in it sees one function. What is called outside of steps too is
+            # compiled once more.
             with standing_in() if self._may_keep_masks(of) else nullcontext():
                 if len(listed) != 1 or not self._may_run_once(of, statistics):
                     finish = self._over_ranks if self._meeting else self._at_once
@@ -196,7 +198,7 @@ class TwoPasses:
         return not of.ranks.reducer.reduces_inside and not (statistics is not None and statistics.is_active)
 
     def _may_keep_masks(self, of: Accumulator) -> bool:
-        """Whether masks of dropout are torch's, on a CPU; a compiled model draws its own."""
+        """Whether masks may be kept: of torch's own dropout, on a CPU, in a model that is not compiled."""
         is_plain = of.device.type == "cpu" and of.options.dropout == "native"
         return self._keeps_masks and is_plain and not is_compiled(of.model)
 
@@ -270,7 +272,7 @@ class TwoPasses:
             undo.restore(random_numbers=False)
             start.restore()
             found = run(keeps=False, first_is_last=False)
-        self.mask_bytes = sum(masks.num_bytes for masks in found.masks.values())
+        self.mask_entries = found.masks[max(found.masks)].num_entries if found.masks else []
         undo.restore(random_numbers=False)
         if statistics:
             statistics.restore()

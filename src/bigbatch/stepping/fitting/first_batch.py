@@ -130,7 +130,7 @@ def _plan_to_be_tried(planner: Planner, profile: MemoryProfile, budget_bytes: in
         try:
             return planned(planner, profile, planner.num_samples, budget_bytes, micro_batch_size=held)
         except BudgetError as error:
-            offers = offer_of_merging(planner, planner.num_samples, error.budget_bytes)
+            offers = offer_of_merging(planner, planner.num_samples, error.budget_bytes, held)
             raise with_advice(error, profile, planner.num_samples, offers) from None
 
 

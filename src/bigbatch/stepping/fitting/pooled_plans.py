@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bigbatch.errors import BudgetError, OptionError
 from bigbatch.planning.costs import MemoryProfile
 from bigbatch.planning.space import Recompute, names_held
 from bigbatch.stepping.micro_batch_loop import Accumulator
 from bigbatch.units import format_bytes
-from bigbatch.values import BatchNormPolicy, Plan
+from bigbatch.values import Plan
 
 if TYPE_CHECKING:
     from bigbatch.stepping.fitting.planner import Planner
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 def as_one_micro_batch(step: Step) -> Step:
     """The step as it is when the whole batch is one micro-batch; it shares all with the original."""
-    return with_batch_norm(step, "native")
+    return with_options(step, batch_norm="native")
 
 
-def with_batch_norm(step: Step, policy: BatchNormPolicy) -> Step:
-    """The step with another ``StepOptions.batch_norm``; it shares all else with the original."""
+def with_options(step: Step, **changes: Any) -> Step:
+    """The step with other ``StepOptions``. It has the model and optimizers of the original, and its own accumulator."""
     twin = copy.copy(step)
-    twin.options = replace(step.options, batch_norm=policy)
+    twin.options = replace(step.options, **changes)
     twin.accumulator = Accumulator(step.model, step.accumulator.given_loss_fn, twin.options)
     twin.accumulator.most_samples = step.accumulator.most_samples
     return twin

@@ -103,7 +103,7 @@ def _resident(shadow: Shadow, record: Record, first: MicroBatch, later: MicroBat
 
 
 def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[str, Any]:
-    """What a loss of the whole batch costs by its samples: its outputs in the second pass, and its own peak.
+    """What a loss of the whole batch costs by its samples: its outputs, masks of dropout, and its own peak.
 
     Args:
         record: Of a step that was traced closely.
@@ -113,10 +113,10 @@ def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[st
     small, plain = _SIZES[0], Plan(micro_batch_size=_SIZES[1])
     with shadow.two_passes.without_keeping():
         records = [record, *(shadow.run((small, many - small), plain, closely=True) for many in _MANY)]
-    of_masks = []
-    for many in _MANY:  # small masks are drawn again
-        shadow.run((many, many), plain)
-        of_masks.append((many, shadow.two_passes.mask_bytes / (1 if shadow.two_passes.has_kept else 2)))
+    entries = []
+    for size in _SIZES:
+        shadow.run((size, size), plain)
+        entries.append([(size, number) for number in shadow.two_passes.mask_entries])
     starts = [next(event for event in record.events if event.marks("micro-batch")) for record in records]
     num_samples = [sum(record.sizes) for record in records]
     live = [start.live_bytes - record.micro_batch_bytes for start, record in zip(starts, records, strict=True)]
@@ -126,7 +126,7 @@ def _of_whole_batch(shadow: Shadow, record: Record, other_bytes: int) -> dict[st
     return {
         "other_bytes": int(other_bytes - outputs * num_samples[0]),
         "outputs": Line(0.0, outputs),
-        "masks": Line.through(*of_masks),
+        "masks": tuple(map(Line.through, *entries)),
         "keeps_first": shadow.two_passes.has_kept,
         "loss_bytes": tuple((size, max(0.0, peak - fixed)) for size, peak in zip(num_samples, peaks, strict=True)),
     }

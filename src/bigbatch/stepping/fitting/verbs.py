@@ -158,7 +158,7 @@ def plan(
         costs = planner.timed(num_samples, budget_bytes) if calibrate else planner.traced
         return planned(planner, costs, num_samples, budget_bytes, **held)
     except BudgetError as error:
-        offers = offer_of_merging(planner, num_samples, budget_bytes)
+        offers = offer_of_merging(planner, num_samples, budget_bytes, micro_batch_size, recompute)
         raise with_advice(error, planner.traced, num_samples, offers) from None
     except TraceError as error:
         if not planner.can_run:
