@@ -34,12 +34,12 @@ class Line(NamedTuple):
 
 NOTHING = Line()
 MOST_WITH_MASKS = 15
-"""At most so many micro-batches of a ``WholeBatchLoss`` keep masks of dropout for their second forward. The step obeys
-it, and the simulation prices it; so too with the next two."""
+"""At most so many micro-batches of a ``WholeBatchLoss`` keep masks of dropout for their second forward. This and what
+follows is what steps do, and what the simulation prices."""
 FEWEST_ENTRIES = 2**15
-"""Of a mask that is kept: its bits take 4 kB then, and a state of the generator 5 kB."""
+"""Of a mask that is kept: its bits take 4 kB then, and the state of the generator beside it 5 kB."""
 STATE_BYTES = 5056
-"""Of a state of torch's generator on a CPU."""
+"""Of the state of torch's generator on a CPU."""
 
 
 def mask_bytes(num_entries: int) -> int:

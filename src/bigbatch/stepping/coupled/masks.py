@@ -31,7 +31,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from bigbatch.planning.costs import STATE_BYTES, mask_bytes
+from bigbatch.planning.costs import mask_bytes
 
 # Private to torch, as other names here are; tests "selective", "grad" and "vmap" fail when they change.
 _LISTENING = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
@@ -141,7 +141,7 @@ def standing_in() -> Iterator[None]:
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not torch.compiler.is_compiling():
-        if has_torch_function_unary(input):  # or torch's would show this one to who looks for torch's
+        if has_torch_function_unary(input):  # torch's own would hand modes the function that stands in for it
             how = {"p": p, "training": training, "inplace": inplace}
             return handle_torch_function(_torch_dropout, (input,), input, **how)
         masks = _running.get()
@@ -150,7 +150,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return _torch_dropout(input, p, training, inplace)
 
 
-# What torch.jit.script is to make of it, in a forward or in another thread.
+# Of which torch.jit.script, called in a forward or in another thread, makes what it makes of torch's.
 vars(_dropout).update(__script_if_tracing_wrapper=True, __original_fn=_torch_dropout)
 
 
@@ -173,7 +173,7 @@ def _can_be_kept(x: Any, p: Any) -> bool:
 def _state_beside(x: Tensor) -> Tensor:
     """The state of the generator, in a tensor that is counted as others are; beside a fake one, without numbers."""
     state = torch.get_rng_state()
-    counted = torch.empty(STATE_BYTES, dtype=torch.uint8)
+    counted = torch.empty(state.numel(), dtype=torch.uint8)
     return counted if isinstance(x, FakeTensor) else counted.copy_(state)
 
 
