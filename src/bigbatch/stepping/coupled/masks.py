@@ -72,11 +72,6 @@ class Masks:
         self._is_second = False
         self._num_fakes = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Of what is kept."""
-        return sum(mask.bits.nbytes + mask.after.nbytes for mask in self._drawn.values())
-
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Within the block, the first forward: what is drawn is kept."""

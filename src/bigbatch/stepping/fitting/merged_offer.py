@@ -13,7 +13,7 @@ import torch
 
 from bigbatch.errors import BigBatchError, BudgetError
 from bigbatch.stepping.compiled import without_compiled_code
-from bigbatch.stepping.cosine import MOST_MICRO_BATCHES, cosine, norm_of, why_not_measured
+from bigbatch.stepping.cosine import MOST_MICRO_BATCHES, cosine, why_not_measured
 from bigbatch.stepping.dropout.per_sample import same_masks
 from bigbatch.stepping.fitting.planner import Planner
 from bigbatch.stepping.fitting.pooled_plans import with_options
@@ -77,11 +77,12 @@ def _turned(planner: Planner, plan: Plan, budget_bytes: int) -> str:
         expected = _gradient(with_options(step, batch_norm="native", dropout="per-sample"), few, whole)
         cut = replace(plan, micro_batch_size=size)
         found = _gradient(with_options(step, batch_norm="merge", dropout="per-sample"), few, cut)
-    if not all(0 < sum(map(norm_of, gradient.values())) < float("inf") for gradient in (found, expected)):
+    turned = cosine(found, expected)
+    if turned == 0:
         return "how far it turns could not be measured (the gradient is zero or not finite)."
     return (
-        f"that of {num_samples} samples in micro-batches of {size} has a cosine of {cosine(found, expected):.3f} to "
-        f"that of these samples at once."
+        f"that of {num_samples} samples in micro-batches of {size} has a cosine of {turned:.3f} to that of these "
+        f"samples at once."
     )
 
 

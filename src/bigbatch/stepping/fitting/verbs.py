@@ -76,7 +76,7 @@ def profile(
         if not planner.can_run:
             raise
         found = _measured(planner, str(error))
-    return replace(found, whole_batch=planner.pooled is not None)
+    return found
 
 
 def plan(
@@ -255,6 +255,7 @@ def _measured(planner: Planner, why: str) -> MemoryProfile:
         batch=of_batch,
         slots=(slot,),
         smallest_micro_batch=smallest,
+        whole_batch=planner.pooled is not None,
         device=planner.device,
         fallback=why,
         model=type(unwrapped(step.model)).__name__,
